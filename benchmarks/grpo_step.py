@@ -18,29 +18,29 @@ from minigrpo.runtime.device import PhaseTimer, set_up_process
 from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Example
 
-from .work import Work
+from .work import Work, pad_columns
 
 
-def to_columns(x: Tensor, starts: Tensor, columns: int) -> Tensor:
+def to_columns(values: Tensor, starts: Tensor, columns: int) -> Tensor:
     """Values per new token `[B, S]` -> `[B, columns]`; row b's values begin at column `starts[b]`.
 
     Prompts [a b] and [c], starts [2, 1]: values [[1, 2], [3, 4]] -> [[0, 0, 1, 2], [0, 3, 4, 0]].
     """
-    places = starts[:, None] + torch.arange(x.shape[1], device=x.device)
-    return x.new_zeros(len(x), columns).scatter(1, places, x)
+    places = starts[:, None] + torch.arange(values.shape[1], device=values.device)
+    return values.new_zeros(len(values), columns).scatter(1, places, values)
 
 
 class GrpoPyStep:
     """The same interface as Step, implemented with grpo.py."""
 
     def __init__(self, config: Config, work: Work) -> None:
-        self.config, self.work, self.device = config, work, work.device
+        self.config = config
+        self.work = work
+        self.device = work.device
         self.model = copy.deepcopy(work.model)
         self.reference = copy.deepcopy(work.model) if config.loss.kl_coef else None
-        learning_rate = config.optimizer.learning_rate
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate, weight_decay=0.0
-        )
+        weights = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(weights, config.optimizer.learning_rate, weight_decay=0)
         self.eos = -1 if work.forced else work.tokenizer.eot
         self.timer = PhaseTimer(self.device)
         self.sampled: tuple[Tensor, Tensor]  # `ids` and `mask` of the last step, `[B, T]`
@@ -48,7 +48,8 @@ class GrpoPyStep:
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
         set_up_process(self.config.speed, self.device)
-        timer, prompts = self.timer, self.config.sampling.prompts_per_step
+        prompts = self.config.sampling.prompts_per_step
+        timer = self.timer
         timer.take()
         start = time.perf_counter()
         with timer.phase("data"):
@@ -83,17 +84,16 @@ class GrpoPyStep:
         """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
         rows = [ids[mask] for ids, mask in zip(*self.sampled, strict=True)]
         tokens = pad_sequence(rows, batch_first=True, padding_value=-1).cpu()
-        missing = self.config.sampling.max_new_tokens - tokens.shape[1]
-        return torch.nn.functional.pad(tokens, (0, missing), value=-1)
+        return pad_columns(tokens, self.config.sampling.max_new_tokens)
 
     def _sample(self, examples: Sequence[Example], step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Lengths of the prompts `[B]`, and grpo.sample's `ids` and `mask`, `[B, T]`."""
-        sampling, groups = self.config.sampling, self.config.sampling.group_size
+        group_size = self.config.sampling.group_size
+        length = self.config.sampling.max_new_tokens
         encode = self.work.tokenizer.encode
-        prompts = [ids for example in examples for ids in [encode(example.prompt)] * groups]
+        prompts = [ids for example in examples for ids in [encode(example.prompt)] * group_size]
         index = np.array([example.index for example in examples])
-        seed, length = self.config.run.seed, sampling.max_new_tokens
-        u = uniforms(seed, "sample", step, index, groups, length)  # [P, G, S]
+        u = uniforms(self.config.run.seed, "sample", step, index, group_size, length)  # [P, G, S]
         starts = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         flat = torch.from_numpy(u).flatten(0, 1).to(self.device)
         u_columns = to_columns(flat, starts, int(starts.max()) + length)  # [B, T]
@@ -101,18 +101,17 @@ class GrpoPyStep:
 
     def _rewards(self, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
         rows = [example for example in examples for _ in range(self.config.sampling.group_size)]
-        scores = [
-            grpo.reward(self.work.task, example, text)
-            for example, text in zip(rows, texts, strict=True)
-        ]
+        pairs = zip(rows, texts, strict=True)
+        scores = [grpo.reward(self.work.task, example, text) for example, text in pairs]
         return torch.tensor(scores, device=self.device).view(len(examples), -1)
 
     @torch.no_grad()
     def _reference(self, ids: Tensor, mask: Tensor) -> Tensor | None:
         if self.reference is None:
             return None
-        parts = zip(*(x.split(self._rows_at_a_time(len(ids))) for x in (ids, mask)), strict=True)
-        return torch.cat([grpo.token_logprobs(self.reference, *part) for part in parts])
+        rows = self._rows_at_a_time(len(ids))
+        pieces = zip(ids.split(rows), mask.split(rows), strict=True)
+        return torch.cat([grpo.token_logprobs(self.reference, *piece) for piece in pieces])
 
     def _rows_at_a_time(self, rows: int) -> int:
         return self.config.memory.micro_batch_size * self.config.sampling.group_size or rows

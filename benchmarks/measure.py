@@ -14,10 +14,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-RISK = 0.05  # that an interval misses the true median
-FEWEST = 6  # values for an interval
-NEGLIGIBLE = 0.01  # a gain of less than this counts as none, however sure it is
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
+# Linux only
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,13 @@ def synchronize(device: torch.device) -> None:
 class PeakMemory:
     """The peak of memory in use within a `with`, above what was in use before: `.mib`.
 
-    Counts allocations on a CUDA device, elsewhere the growth of the process's resident memory (NaN
-    on other systems than Linux).
+    Counts allocations on a CUDA device, elsewhere the resident memory of the process (Linux only).
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.mib, self.before = device, float("nan"), 0.0
+        self.device = device
+        self.before = 0.0  # MiB
+        self.mib = float("nan")
 
     def __enter__(self) -> "PeakMemory":
         if self.device.type == "cuda":
@@ -71,7 +71,8 @@ class PeakMemory:
 
 
 def _resident(field: str) -> float:
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
+    """MiB of a field in STATUS."""
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) / 2**10
 
 
@@ -90,11 +91,12 @@ class Median:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Median":
-        ordered, n = sorted(values), len(values)
-        if n < FEWEST:
+        ordered = sorted(values)
+        n = len(ordered)
+        if n < 6:
             return cls(median(ordered), None, None)
         k = 1
-        while 2 * sum(comb(n, i) for i in range(k + 1)) <= RISK * 2**n:
+        while 2 * sum(comb(n, i) for i in range(k + 1)) <= 0.05 * 2**n:
             k += 1
         return cls(median(ordered), ordered[k - 1], ordered[n - k])
 
@@ -105,10 +107,10 @@ class Median:
         return f"{middle} ({pattern.format(self.low)}-{pattern.format(self.high)})"
 
     def verdict(self) -> str:
-        """A gain in words: a factor, slower, or no difference."""
+        """A gain in words: a factor, slower, or no difference. Less than 1 % counts as none."""
         if self.low is None or self.high is None:
             return f"{self.middle:.2f}x; too few turns for an interval"
-        if self.low <= 1 <= self.high or abs(self.middle - 1) < NEGLIGIBLE:
+        if self.low <= 1 <= self.high or abs(self.middle - 1) < 0.01:
             return f"no difference ({self.low:.2f}-{self.high:.2f}x)"
         return f"{'slower: ' if self.high < 1 else ''}{self.text()}x"
 
@@ -116,17 +118,19 @@ class Median:
 def gain(before: Mapping[int, float], now: Mapping[int, float]) -> Median | None:
     """How many times as fast `now` is as `before`, both seconds by turn.
 
-    The turns are paired, because all rows sample the same prompts in a turn, one after another: so
-    neither the prompts nor a machine that slows down for a while count as a difference.
+    Turns are paired, because all rows sample the same prompts in one, one after another: neither
+    the prompts nor a machine that slows down for a while count as a difference.
     """
     ratios = [before[turn] / now[turn] for turn in now if turn in before]
     return Median.of(ratios) if ratios else None
 
 
-Column = tuple[str, str, Callable[[Any], str]]  # heading, key in a row, formatter
+Format = Callable[[Any], str]  # of a value in a row
+Column = tuple[str, str, Format]  # heading, key in a row
 
 
-def number(pattern: str) -> Callable[[Any], str]:
+def number(pattern: str) -> Format:
+    """A number by the pattern; what is missing or NaN is empty."""
     return lambda value: "" if value is None or value != value else pattern.format(value)
 
 
@@ -134,14 +138,14 @@ def show(
     console: Console, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
 ) -> str:
     """Print rows as a table, and return it as Markdown; columns that are empty are left out."""
-    filled = [(heading, [form(row.get(key)) for row in rows]) for heading, key, form in columns]
-    kept = [(heading, texts) for heading, texts in filled if any(texts)]
+    cells = [[heading, *[form(row.get(key)) for row in rows]] for heading, key, form in columns]
+    headings, *lines = zip(*[column for column in cells if any(column[1:])], strict=True)
     table = Table(title=title, title_justify="left")
-    for i, (heading, _) in enumerate(kept):
+    for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left")
-    lines = list(zip(*(texts for _, texts in kept), strict=True))
     for line in lines:
         table.add_row(*line)
     console.print(table)
-    marks = [[heading for heading, _ in kept], ["---", *["--:"] * (len(kept) - 1)], *lines]
-    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in marks) + "\n"
+    alignment = ["---", *["--:"] * (len(headings) - 1)]
+    markdown = [f"| {' | '.join(line)} |" for line in (headings, alignment, *lines)]
+    return f"## {title}\n\n" + "\n".join(markdown) + "\n"

@@ -20,7 +20,7 @@ from minigrpo.runtime.optimizer import BETAS, learning_rate_at
 from minigrpo.types import Example
 
 from .peers import RANK, Settings
-from .work import Work
+from .work import Work, WorkParts
 
 END = "<|endoftext|>"
 NEVER = "<|never|>"  # where completions have a forced length; the model has no such token
@@ -50,10 +50,8 @@ class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
     schedule: Config
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        config = self.schedule
-
         def factor(step: int) -> float:
-            return learning_rate_at(step, config) / config.optimizer.learning_rate
+            return learning_rate_at(step, self.schedule) / self.schedule.optimizer.learning_rate
 
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
         return self.lr_scheduler
@@ -63,7 +61,8 @@ class StepByStep(TrainerCallback):  # type: ignore[misc]
     """Calls `begin` before each step samples, and `end` after its optimizer step."""
 
     def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin()
@@ -104,10 +103,7 @@ def make_trainer(
     begin: Callable[[], object],
     end: Callable[[], object],
 ) -> tuple[GRPOTrainer, LastStep]:
-    """A trainer of `steps` steps, one whole rollout each, and what its last step sampled.
-
-    The model is read from `folder`, which must stay while the trainer is used.
-    """
+    """A trainer of `steps` rollouts with the model in `folder`, and what its last step sampled."""
     logging.set_verbosity_error()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=work.tokenizer.engine,
@@ -118,9 +114,8 @@ def make_trainer(
     )
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     declare_end(folder, tokenizer.eos_token_id)
-    last = LastStep(prompt_len=0)
-    trainer_class = SameScheduleTrainer
-    trainer_class.schedule = config
+    last = LastStep()
+    SameScheduleTrainer.schedule = config
     arguments = GRPOConfig(
         output_dir=str(folder / "output"),
         use_cpu=work.device.type == "cpu",
@@ -131,7 +126,7 @@ def make_trainer(
         **{name: value for name, value in settings.items() if name != RANK},
     )
     prompts = [{"prompt": example.prompt, "number": i} for i, example in enumerate(examples)]
-    trainer = trainer_class(
+    trainer = SameScheduleTrainer(
         model=str(folder),
         reward_funcs=reward_function(work, config, examples, last),
         args=arguments,
@@ -149,15 +144,12 @@ def adapters(rank: int) -> LoraConfig | None:
     """PEFT's settings for adapters as this library's of that rank; None: train all weights."""
     if not rank:
         return None
-    every = "all-linear"  # all but the output head
-    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=every)
+    # all but the output head
+    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
 
 
 def declare_end(folder: Path, eos: int) -> None:
-    """Write the end of a completion into a model's config.json, and no padding.
-
-    The embedding of a declared padding token would get no gradient.
-    """
+    """Write the end of a completion into config.json, and no padding, which gets no gradient."""
     file = folder / "config.json"
     tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
     file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
@@ -168,9 +160,8 @@ def count_positions_without_padding(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a forward: give a model with learned positions the positions of its tokens.
 
-    GPT-2 in transformers counts the padding on the left too, unless it is told the positions.
-    `generate` tells it, TRL's update does not: its log-probs would be those of prompts that begin
-    further to the right, and not those that the completions were sampled with.
+    GPT-2 in transformers counts the padding on the left too, unless it is told the positions, as by
+    `generate`, but not by TRL's update: its log-probs would not be those of the sampling.
     """
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is None and mask is not None and mask.dim() == 2:
@@ -182,7 +173,8 @@ def reward_function(
     work: Work, config: Config, examples: Sequence[Example], last: LastStep
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it records what it scores in `last`."""
-    scorer, group = work.parts(config, work.model).scorer, config.sampling.group_size
+    scorer = WorkParts(work, config, work.model).scorer
+    group = config.sampling.group_size
 
     def reward(
         completions: list[str], completion_ids: list[list[int]], number: list[int], **others: Any

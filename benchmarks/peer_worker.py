@@ -1,7 +1,7 @@
 """One row of the peers benchmark, in a process of its own that works when it is told to.
 
-Commands come on standard input, a line each: first the row as JSON, then `step` or `finish`. Every
-command is answered with a line of JSON on standard output.
+Commands come on standard input, a line each: first the row as JSON, then `step` or `finish`. Each
+is answered with a line of JSON on standard output.
 """
 
 import json
@@ -18,17 +18,12 @@ from typing import Any
 import torch
 
 from minigrpo.config import Config
-from minigrpo.model.hf import save_model_folder
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import set_up_process
 
 from .measure import PeakMemory, synchronize
 from .peers import RANK
 from .work import Step, Work, WorkFlags
-
-HELD_OUT_STEP = 0  # its random numbers; the examples are others than in training
-SCHEDULE = Config().run.max_steps  # over which the learning rate decays
-OOM_SCORE = Path("/proc/self/oom_score_adj")  # Linux only
 
 
 class Finished(Exception):
@@ -67,15 +62,17 @@ def train_ours(
     """Train the model in `folder` with this library."""
     stored = config.model.base_dtype if config.model.lora_rank else "float32"
     model = Transformer.from_pretrained(folder, stored).to(work.device)
-    own, found = Step(config, work, model=model), dict[str, float]()
-    link.metrics = lambda: found
+    own = Step(config, work, model=model)
+    metrics = dict[str, float]()  # of the last step
+    link.metrics = lambda: metrics
     ready()
     for number in range(steps):
         link.begin()
         timed = own.step(number)
         assert own.batch.rewards is not None
-        found = {name: timed[name] for name in ("completion_tokens", "tokens/run")}
-        found["reward"] = float(own.batch.rewards.total.mean())
+        for name in ("completion_tokens", "tokens/run"):
+            metrics[name] = timed[name]
+        metrics["reward"] = float(own.batch.rewards.total.mean())
         link.end()
     return own.model
 
@@ -107,29 +104,31 @@ def held_out_rewards(work: Work, config: Config, model: Transformer, number: int
     """Mean reward of samples for each of the first held-out prompts, in float32."""
     plain = config.replace(use_amp=False, lora_rank=0, base_dtype="float32")
     examples = [work.task.held_out(i) for i in range(number)]
-    batch = Step(plain, work, model=model).source.roll_out(examples, HELD_OUT_STEP)
+    batch = Step(plain, work, model=model).source.roll_out(examples, 0)
     assert batch.rewards is not None
-    means: list[float] = batch.rewards.total.mean(1).tolist()
-    return means
+    return batch.rewards.total.mean(1).tolist()
 
 
 def main() -> None:
     link = Link()
     with suppress(OSError):  # if memory runs out, the system ends this process before any other
-        OOM_SCORE.write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000")  # of Linux
     asked = json.loads(sys.stdin.readline())
-    settings, steps, held_out = asked["settings"], asked["steps"], asked["held_out"]
+    settings = asked["settings"]  # of TRL; None: this library
+    steps = asked["steps"]
+    held_out = asked["held_out"]
     if settings is not None:
         from . import peer_trl  # noqa: F401 - imported before memory is measured, as ours is
     work = Work.of(WorkFlags(**asked["work"]))
     link.device = work.device
     set_up_process(work.config.speed, work.device)
-    config = work.config.replace(**asked["flags"], max_steps=SCHEDULE)
+    # the learning rate decays over the default number of steps
+    config = work.config.replace(**asked["flags"], max_steps=Config().run.max_steps)
     before = held_out_rewards(work, config, work.model, held_out) if held_out else []
     described = work.describe()
     with TemporaryDirectory() as path:
         folder = Path(path)
-        save_model_folder(work.model, folder)
+        work.model.export(folder)
         # both sides read the file; of a large model, a copy more would not fit into memory
         work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:

@@ -29,8 +29,9 @@ from .measure import Column, Median, Outputs, device_name, gain, number, show
 
 RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
+Way = Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"]
 # a way to train: flags of this library, and settings of TRL that do the same
-WAYS: dict[str, tuple[Settings, Settings]] = {
+WAYS: dict[Way, tuple[Settings, Settings]] = {
     "float32": ({}, {"bf16": False}),
     "bfloat16": ({"use_amp": True}, {"bf16": True}),
     "lora-float32": ({RANK: 8}, {"bf16": False, RANK: 8}),
@@ -109,8 +110,7 @@ class Row:
         try:
             self.process.stdin.write(command + "\n")
             self.process.stdin.flush()
-            answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-            return answer
+            return json.loads(self.process.stdout.readline())
         except (BrokenPipeError, ValueError):
             self.errors.seek(0)
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -131,10 +131,7 @@ class Peers(Outputs):
     """chess: the default job. The others: random text and weights, completions of a fixed length,
     with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
     """
-    ways: tuple[Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"], ...] = (
-        "float32",
-        "bfloat16",
-    )
+    ways: tuple[Way, ...] = ("float32", "bfloat16")
     """Ways to train that are compared."""
     steps: int | None = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
@@ -142,12 +139,14 @@ class Peers(Outputs):
     """auto, cpu, cuda or cuda:N."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        tables, jobs = list[str](), dict[str, Any]()
+        tables = list[str]()
+        jobs = dict[str, list[dict[str, Any]]]()
         for name in self.jobs:
             job = JOBS[name]
             rows = [row for way in self.ways for row in self._rows(job, way, console)]
             steps = self.steps or job.steps
-            for group in (rows[i : i + job.at_once] for i in range(0, len(rows), job.at_once)):
+            for i in range(0, len(rows), job.at_once):
+                group = rows[i : i + job.at_once]
                 take_turns(group, self._asked(job, steps, job.held_out), console, name)
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             work = rows[0].end.get("work", "")
@@ -158,7 +157,7 @@ class Peers(Outputs):
     def _asked(self, job: Job, steps: int, held_out: int) -> Settings:
         return {"work": {**job.work, "device": self.device}, "steps": steps, "held_out": held_out}
 
-    def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
+    def _rows(self, job: Job, way: Way, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
         flags, settings = WAYS[way]
         tried = list[Row]()
@@ -184,7 +183,8 @@ def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, 
             row.start(asked)
         for turn in range(asked["steps"]):
             for row in rows:
-                if step := row.ask("step"):
+                step = row.ask("step")
+                if step:
                     row.steps.append(step)
             shown = [f"{r.name} {r.steps[-1]['seconds']:.2f} s" for r in rows if r.steps]
             console.print(f"{title}: step {turn + 1}, {', '.join(shown)}", highlight=False)
@@ -198,22 +198,23 @@ def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, 
 
 def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
     """A row's figures as plain JSON; `multiple` is of our row of the same way."""
-    seconds, settings = row.seconds(warm_up), row.settings or {}
-    found: dict[str, Any] = {"name": row.name, "status": row.status}
+    figures: dict[str, Any] = {"name": row.name, "status": row.status}
+    seconds = row.seconds(warm_up)
     if not seconds:
-        return found
+        return figures
     multiple = gain(seconds, ours.seconds(warm_up))
-    names = ("completion_tokens", "tokens/run", "reward")
-    found |= {name: mean(step[name] for step in row.steps) for name in names}
-    found |= {
+    for name in ("completion_tokens", "tokens/run", "reward"):
+        figures[name] = mean(step[name] for step in row.steps)
+    size = (row.settings or {}).get("per_device_train_batch_size")
+    figures |= {
         "samples": list(seconds.values()),
         "s/step": Median.of(list(seconds.values())).text(),
         "middle": median(seconds.values()),
         "multiple": multiple.text("{:.1f}") if multiple else "",
         "peak_mib": row.end.get("peak_mib"),
-        "trl": f"batches of {settings['per_device_train_batch_size']}" if settings else "",
+        "trl": f"batches of {size}" if size else "",
     }
     for when in ("held_out_before", "held_out_after"):
         if row.end.get(when):
-            found[when] = mean(row.end[when])
-    return found
+            figures[when] = mean(row.end[when])
+    return figures

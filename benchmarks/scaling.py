@@ -22,7 +22,6 @@ from rich.progress import track
 from .measure import Column, Median, Outputs, device_name, number, show
 from .work import ConfigFiles
 
-WARM_UP = 3  # steps that are not timed
 COLUMNS: tuple[Column, ...] = (
     ("processes", "processes", str),
     ("s/step", "s/step", str),
@@ -50,11 +49,8 @@ class Scaling(Outputs):
         for n in track(self.processes, "processes", console=console, transient=True):
             steps = self._steps(n)
             seconds = Median.of([step["step_time"] for step in steps])
-            row: dict[str, Any] = {
-                "processes": n,
-                "s/step": seconds.text("{:.3f}"),
-                "seconds": seconds.middle,
-            }
+            row: dict[str, Any] = {"processes": n, "seconds": seconds.middle}
+            row["s/step"] = seconds.text("{:.3f}")
             for name in ("rollout", "update"):
                 row[name] = median(step.get(f"time/{name}", 0.0) for step in steps)
             first = rows[0] if rows else row
@@ -67,16 +63,13 @@ class Scaling(Outputs):
     def _steps(self, number_of_processes: int) -> list[dict[str, Any]]:
         with TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            words = ["-m", "torch.distributed.run", "--standalone"]
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             words += [f"--nproc_per_node={number_of_processes}", "-m", "minigrpo", "train"]
             words += [word for file in self.config for word in ("--config", file)]
             words += ["--max-steps", str(self.steps), "--stop-after", "0", "--eval-every", "0"]
             words += ["--eval-size", "8", "--save-every", "1000000", "--out-dir", str(run)]
             # the package of a checkout, too, is found from whatever folder this starts in
             here = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
-            output = subprocess.DEVNULL
-            subprocess.run(
-                [sys.executable, *words], env=os.environ | here, stdout=output, check=True
-            )
+            subprocess.run(words, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
             lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines[WARM_UP:]]
+        return [json.loads(line) for line in lines[3:]]  # the first ones warm up

@@ -9,9 +9,10 @@ A B C A B C, so that a machine that slows down slows all of them.
 import gc
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -25,19 +26,12 @@ from .measure import Column, Median, PeakMemory, device_name, gain, number, show
 from .work import FROZEN_LR, Step, Work, WorkFlags
 
 GRPO_PY = "grpo.py"
-DEFAULTS = "the defaults of train.py"
+SWITCHES = (
+    *("fused_optimizer", "parallel_rewards", "use_amp", "use_tf32", "compile_model"),
+    *("gradient_checkpointing", "offload_reference"),
+)
 # every speed layer off, regardless of defaults and config
-PLAIN: dict[str, Any] = {
-    "packing": "repeated",
-    "num_speculative_tokens": 0,
-    "fused_optimizer": False,
-    "parallel_rewards": False,
-    "use_amp": False,
-    "use_tf32": False,
-    "compile_model": False,
-    "gradient_checkpointing": False,
-    "offload_reference": False,
-}
+PLAIN = {"packing": "repeated", "num_speculative_tokens": 0, **dict.fromkeys(SWITCHES, False)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Row:
     flags: dict[str, Any]
     over: "Row | None"  # the row whose layers it adds one to
     status: str = ""  # why it did not run
-    step: Any = None
+    step: GrpoPyStep | Step | None = None
     times: dict[int, dict[str, float]] = field(default_factory=dict)  # by turn
     tokens: dict[int, torch.Tensor] = field(default_factory=dict)  # by turn
     peak_mib: float = math.nan
@@ -99,6 +93,13 @@ class Row:
     @property
     def seconds(self) -> dict[int, float]:
         return {turn: time["seconds"] for turn, time in self.times.items()}
+
+
+class Baseline(NamedTuple):
+    """A rollout and its gradient, which the gradients of all rows are compared with."""
+
+    batch: RolloutBatch
+    gradient: list[torch.Tensor]  # in float64 on the CPU, one for each weight
 
 
 @dataclass(frozen=True)
@@ -117,22 +118,22 @@ class Steps(WorkFlags):
         rows = [row for row in rows_of(work, configured=bool(self.config)) if self._wants(row)]
         # a GPU has no room for the models of all rows, so there they run one after the other
         groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
-        baseline: tuple[RolloutBatch, list[torch.Tensor]] | None = None
+        baseline: Baseline | None = None
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("steps", total=(1 + self.repeats) * len(rows))
             for group in groups:
                 for row in group:
-                    baseline = _attempt(row, work, 0, baseline)
+                    baseline = _begin(row, work, baseline)
                     progress.advance(bar)
                 for turn in range(1, self.repeats + 1):
                     for row in group:
-                        _attempt(row, work, turn, baseline)
+                        _take_turn(row, turn)
                         progress.advance(bar)
                 for row in group:
                     row.step = None
                 gc.collect()
                 torch.cuda.empty_cache()
-        records = list(_records(rows))
+        records = [_record(row, rows[0]) for row in rows]
         table = show(console, title, records, COLUMNS)
         return {"device": device_name(work.device), "rows": records, "tables": [table]}
 
@@ -143,7 +144,9 @@ class Steps(WorkFlags):
 
 def rows_of(work: Work, *, configured: bool) -> Iterator[Row]:
     """Every layer on top of the layers above it that this device keeps."""
-    flags, above, kind = PLAIN, None, work.device.type
+    kind = work.device.type
+    flags = PLAIN
+    above: Row | None = None
     for layer in LAYERS:
         if layer.only_on not in ("", kind):
             continue
@@ -152,83 +155,84 @@ def rows_of(work: Work, *, configured: bool) -> Iterator[Row]:
         row = Row(layer.name if keeps else f"({layer.name})", added, above)
         yield row
         if keeps:
-            flags, above = added, row
+            flags = added
+            above = row
     default = Config().flat()
     if configured:
         own = {name: work.config.flat()[name] for name in PLAIN}
         yield Row("as configured", own, above)
     elif any(flags[name] != default[name] for name in flags):
-        yield Row(DEFAULTS, {name: default[name] for name in PLAIN}, above)
+        own = {name: default[name] for name in PLAIN}
+        yield Row("the defaults of train.py", own, above)
 
 
-def _attempt(
-    row: Row, work: Work, turn: int, baseline: tuple[RolloutBatch, list[torch.Tensor]] | None
-) -> tuple[RolloutBatch, list[torch.Tensor]] | None:
-    """One turn of a row; turn 0 builds it, warms up, and compares gradients on one rollout.
-
-    The gradient of grpo.py is the library's: tests/test_grpo.py.
-    """
-    if row.status:
-        return baseline
+@contextmanager
+def _noting_failure(row: Row) -> Iterator[None]:
+    """What ends a row becomes its status; the other rows go on."""
     try:
-        if turn:
-            row.times[turn] = row.step.step(turn)
-            row.tokens[turn] = row.step.tokens()
-            return baseline
+        yield
+    except (ConfigError, MemoryError, RuntimeError) as error:
+        row.status = str(error).splitlines()[0][:80]
+        row.step = None
+
+
+def _begin(row: Row, work: Work, baseline: Baseline | None) -> Baseline | None:
+    """Build a row, warm it up, measure its memory, and compare gradients on one rollout.
+
+    Returns the baseline, which the first row of the library makes.
+    """
+    with _noting_failure(row):
         config = work.config.replace(**row.flags, learning_rate=FROZEN_LR)
-        resident = torch.cuda.memory_allocated() if work.device.type == "cuda" else 0
+        before = _allocated(work.device)
         row.step = GrpoPyStep(config, work) if row.name == GRPO_PY else Step(config, work)
         row.step.step(0)
-        if work.device.type == "cuda":
-            resident = torch.cuda.memory_allocated() - resident
+        resident = _allocated(work.device) - before
         # not in a timed step: measuring the peak returns freed memory, which takes time
         with PeakMemory(work.device) as peak:
             row.step.step(0)
         row.peak_mib = peak.mib + resident / 2**20
-        if row.name == GRPO_PY:
+        if isinstance(row.step, GrpoPyStep):  # its gradient is the library's: tests/test_grpo.py
             return baseline
-        batch = baseline[0] if baseline else row.step.batch
+        batch = baseline.batch if baseline else row.step.batch
         gradient = [g.cpu().double() for g in row.step.gradient(batch)[1]]
-        baseline = baseline or (batch, gradient)
-        apart = _norm([a - b for a, b in zip(gradient, baseline[1], strict=True)])
-        row.grad_difference = apart / (_norm(baseline[1]) or 1)
-    except (ConfigError, MemoryError, RuntimeError) as error:
-        row.status, row.step = str(error).splitlines()[0][:80], None
+        baseline = baseline or Baseline(batch, gradient)
+        norm = torch.nn.utils.get_total_norm
+        apart = norm([a - b for a, b in zip(gradient, baseline.gradient, strict=True)])
+        row.grad_difference = float(apart) / (float(norm(baseline.gradient)) or 1)
     return baseline
 
 
-def _norm(tensors: list[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(x.square().sum()) for x in tensors))
+def _take_turn(row: Row, turn: int) -> None:
+    with _noting_failure(row):
+        if row.step:
+            row.times[turn] = row.step.step(turn)
+            row.tokens[turn] = row.step.tokens()
 
 
-def _records(rows: list[Row]) -> Iterator[dict[str, Any]]:
-    """The figures of each row as plain JSON."""
-    first = rows[0]
-    for row in rows:
-        record: dict[str, Any] = {"name": row.name, "flags": row.flags, "status": row.status}
-        if row.times and not row.status:
-            middle = {
-                n: median(t.get(n, 0.0) for t in row.times.values()) for n in ("seconds", *_KEYS)
-            }
-            over = row.over
-            while over and not over.times:
-                over = over.over
-            faster = gain(first.seconds, row.seconds)
-            gained = gain(over.seconds, row.seconds) if over else None
-            record |= {
-                **middle,
-                "s/step": Median.of(list(row.seconds.values())).text(),
-                "speedup": faster.text("{:.1f}") + "x" if faster else "",
-                "verdict": gained.verdict() if gained else "",
-                "peak_mib": row.peak_mib,
-                "grad_difference": row.grad_difference,
-                "different": sum(
-                    int((ids != first.tokens[turn]).any(-1).sum())
-                    for turn, ids in row.tokens.items()
-                    if turn in first.tokens
-                ),
-            }
-        yield record
+def _allocated(device: torch.device) -> int:
+    """Bytes in use on a CUDA device; 0 elsewhere."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
-_KEYS = (*PHASES, "rollout/tokens", "tokens/run", "rollout/rounds")
+def _record(row: Row, first: Row) -> dict[str, Any]:
+    """The figures of a row as plain JSON."""
+    record: dict[str, Any] = {"name": row.name, "flags": row.flags, "status": row.status}
+    if row.status or not row.times:
+        return record
+    for name in ("seconds", *PHASES, "rollout/tokens", "tokens/run", "rollout/rounds"):
+        record[name] = median(times.get(name, 0.0) for times in row.times.values())
+    above = row.over
+    while above and not above.times:  # it has failed
+        above = above.over
+    speedup = gain(first.seconds, row.seconds)
+    gained = gain(above.seconds, row.seconds) if above else None
+    turns = first.tokens.keys() & row.tokens.keys()
+    others = [(row.tokens[turn] != first.tokens[turn]).any(-1).sum() for turn in turns]
+    return record | {
+        "s/step": Median.of([*row.seconds.values()]).text(),
+        "speedup": speedup.text("{:.1f}") + "x" if speedup else "",
+        "verdict": gained.verdict() if gained else "",
+        "peak_mib": row.peak_mib,
+        "grad_difference": row.grad_difference,
+        "different": int(sum(others)),
+    }

@@ -7,9 +7,9 @@ With --natural or --config it is a real job with its own model, prompts, lengths
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -18,41 +18,52 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from minigrpo.build import Parts, resolve
 from minigrpo.config import Config, read_toml
 from minigrpo.learner import Learner
 from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.parts import Given, Parts
+from minigrpo.resolve import resolve
 from minigrpo.rewards import similarity
-from minigrpo.rollout import Batches
+from minigrpo.rollout import RolloutBatches
 from minigrpo.run.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.prefetch import ExamplePrefetcher
 from minigrpo.runtime.rng import stream
-from minigrpo.sampling.generate import Sampler
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.task import Task
-from minigrpo.types import Completions, Example, RolloutBatch
+from minigrpo.turns.environments import EnvironmentSet
+from minigrpo.types import Example, RolloutBatch
 
 from .measure import Outputs
 
 ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
-SIZES = (
-    *("layers", "width", "heads", "vocab_size", "prompt_len"),
-    *("prompts_per_step", "group_size", "max_new_tokens", "kl_coef", "micro_batch_size"),
-)
-PRESETS: dict[str, dict[str, float]] = {
-    "tiny": dict(zip(SIZES, (4, 128, 4, 512, 80, 8, 8, 80, 0.04, 0), strict=True)),
-    # two prompts at a time: with all at once, grpo.py's step would not fit into 24 GB
-    "gpt2": dict(zip(SIZES, (12, 768, 12, 50257, 80, 8, 8, 144, 0.04, 2), strict=True)),
-    # of the peers benchmark alone: grpo.py's cache knows no grouped queries
-    "qwen2.5-0.5b": dict(zip(SIZES, (24, 896, 14, 151936, 128, 2, 4, 64, 0.04, 0), strict=True)),
-}
-QWEN = {"family": "qwen2", "kv_heads": 2, "mlp_width": 4864, "norm_eps": 1e-6, "rope_theta": 1e6}
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
-ANSWER_TAIL = 32  # tokens by which made-up answers exceed completions, so proposals never run out
-HELD_OUT = 2**40  # made-up examples from this number on are never trained on
-LENGTHS_MEASURED = 64  # prompts whose mean length is reported
+
+
+class Preset(NamedTuple):
+    """A made-up job."""
+
+    shape: Mapping[str, Any]  # of a `ModelShape`, without the context
+    prompt_len: int
+    settings: Mapping[str, float]  # of a `Config`
+
+
+TINY = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 4}
+GPT2_124M = {"vocab_size": 50257, "layers": 12, "width": 768, "heads": 12}
+QWEN_494M = {"family": "qwen2", "vocab_size": 151936, "layers": 24, "width": 896, "heads": 14}
+QWEN_494M |= {"kv_heads": 2, "mlp_width": 4864, "norm_eps": 1e-6, "rope_theta": 1e6}
+EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
+TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
+PRESETS = {
+    "tiny": Preset(TINY, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 80}),
+    # two prompts at a time: with all at once, grpo.py's step would not fit into 24 GB
+    "gpt2": Preset(GPT2_124M, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 144, "micro_batch_size": 2}),
+    # of the peers benchmark alone: grpo.py's cache knows no grouped queries
+    "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
+}
 
 
 class RandomText(Task):
@@ -61,7 +72,9 @@ class RandomText(Task):
     parts: Mapping[str, float] = {"similarity": 1.0}
 
     def __init__(self, seed: int, prompt_len: int, answer_len: int) -> None:
-        self.seed, self.prompt_len, self.answer_len = seed, prompt_len, answer_len
+        self.seed = seed
+        self.prompt_len = prompt_len
+        self.answer_len = answer_len
 
     def train(self, number: int) -> Example:
         rng = stream(self.seed, "random text", number)
@@ -70,7 +83,7 @@ class RandomText(Task):
         return Example(text[: self.prompt_len], text[self.prompt_len :], index=number)
 
     def held_out(self, number: int) -> Example:
-        return self.train(HELD_OUT + number)
+        return self.train(2**40 + number)  # never trained on
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         return {"similarity": similarity(text, example.answer)}
@@ -85,8 +98,8 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     engine = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.decoder = decoders.ByteLevel()
-    special, stops = {"<|endoftext|>": end}, frozenset([end])
-    return Tokenizer("bytes", Path(), engine, special, (), end, end, stops, None)
+    special = {"<|endoftext|>": end}
+    return Tokenizer("bytes", Path(), engine, special, (), end, end, frozenset([end]), None)
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,9 @@ class WorkFlags(Outputs):
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
-        return {name: x for name in SIZES if (x := getattr(self, name, None)) is not None}
+        names = ("prompt_len", "prompts_per_step", "group_size", "max_new_tokens")
+        sizes = {name: getattr(self, name) for name in (*names, "kl_coef", "micro_batch_size")}
+        return {name: size for name, size in sizes.items() if size is not None}
 
 
 @dataclass(frozen=True)
@@ -127,40 +142,47 @@ class Work:
     model: Transformer  # on the device; every row trains a copy
     tokenizer: Tokenizer
     task: Task
+    environments: EnvironmentSet | None
     forced: bool  # no end of text: every completion has max_new_tokens tokens
     device: torch.device
 
     @classmethod
     def of(cls, flags: WorkFlags) -> "Work":
-        device, sizes = pick_device(flags.device), flags.sizes()
-        if flags.natural or flags.config:
-            settings = {name: x for file in flags.config for name, x in read_toml(file).items()}
-            config = resolve(Config.of(**{**settings, **sizes}, max_steps=10**6, out_dir=""))
-            parts = Parts(config, device)
-            return cls(config, parts.model, parts.tokenizer, parts.task, False, device)
-        sizes = {**PRESETS[flags.preset], **sizes}
-        m = {n: int(sizes.pop(n)) for n in ("vocab_size", "layers", "width", "heads")}
+        return cls._real(flags) if flags.natural or flags.config else cls._made_up(flags)
+
+    @classmethod
+    def _real(cls, flags: WorkFlags) -> "Work":
+        device = pick_device(flags.device)
+        settings = dict[str, Any]()
+        for file in flags.config:
+            settings |= read_toml(file)
+        settings |= {**flags.sizes(), "max_steps": 10**6, "out_dir": ""}
+        config = resolve(Config.of(**settings))
+        parts = Parts(config, device)
+        chosen = parts.model, parts.tokenizer, parts.task, parts.environments
+        return cls(config, *chosen, forced=False, device=device)
+
+    @classmethod
+    def _made_up(cls, flags: WorkFlags) -> "Work":
+        device = pick_device(flags.device)
+        preset = PRESETS[flags.preset]
+        sizes = {"prompt_len": preset.prompt_len, **preset.settings, **flags.sizes()}
         prompt_len = sizes.pop("prompt_len")
         config = Config.of(**sizes, max_steps=10**6)
-        variant: dict[str, Any] = QWEN if flags.preset == "qwen2.5-0.5b" else {}
-        context = prompt_len + config.sampling.max_new_tokens
-        shape = ModelShape(m["vocab_size"], context, m["layers"], m["width"], m["heads"], **variant)
+        max_new_tokens = config.sampling.max_new_tokens
+        shape = ModelShape(context=prompt_len + max_new_tokens, **preset.shape)
         model = Transformer(shape, seed=config.run.seed).to(device)
-        answer_len = config.sampling.max_new_tokens + ANSWER_TAIL
-        task = RandomText(config.run.seed, prompt_len, answer_len)
-        return cls(config, model, byte_tokenizer(m["vocab_size"]), task, True, device)
-
-    def parts(self, config: Config, model: Transformer) -> Parts:
-        """The parts of this job with other flags, for a model that is trained itself."""
-        parts = Parts(config, self.device, Strict(), {"model": model})
-        parts.tokenizer, parts.task = self.tokenizer, self.task
-        return parts
+        # answers are longer than completions, so that proposals never run out
+        task = RandomText(config.run.seed, prompt_len, max_new_tokens + 32)
+        tokenizer = byte_tokenizer(shape.vocab_size)
+        return cls(config, model, tokenizer, task, None, forced=True, device=device)
 
     def describe(self) -> str:
         """The job in one line."""
-        some = [self.task.train(i) for i in range(LENGTHS_MEASURED)]
+        some = [self.task.train(i) for i in range(64)]
         lengths = encode_prompts(self.tokenizer, some, self.model.shape.context)[1]
-        sampling, shape = self.config.sampling, self.model.shape
+        sampling = self.config.sampling
+        shape = self.model.shape
         parameters = sum(p.numel() for p in self.model.parameters()) / 1e6
         return (
             f"{parameters:.2f} M parameters ({shape.layers} layers, width {shape.width}, "
@@ -178,6 +200,16 @@ class Strict(Console):
         raise MemoryError(text)
 
 
+class WorkParts(Parts):
+    """The parts of a job with other flags, for a model that is trained itself."""
+
+    def __init__(self, work: Work, config: Config, model: Transformer) -> None:
+        super().__init__(config, work.device, Strict(), Given(model=model))
+        self.tokenizer = work.tokenizer
+        self.task = work.task
+        self.environments = work.environments
+
+
 class Step:
     """The library's training step with the flags of a config, on a copy of the job's model."""
 
@@ -189,16 +221,38 @@ class Step:
         model: Transformer | None = None,
     ) -> None:
         """`model` is trained itself; None: a copy of the job's. --lora-rank adds adapters."""
-        self.config, self.device = config, work.device
-        parts = work.parts(config, copy.deepcopy(work.model) if model is None else model)
-        self.model, warn = parts.model, parts.console.warn
-        self.learner = Learner(config, self.model, DistContext(), warn, parts.loss)
-        parts.autocast = low = self.learner.autocast
-        self.sampler = sampler(config, self.model, work.tokenizer, low, warn, work.task)
-        if work.forced:
-            self.sampler.stops = frozenset()  # no token ends a completion
-        parts.sampler, self.timer = self.sampler, PhaseTimer(self.device)
-        self.source = Batches(parts, self.timer, DistContext(), {})
+        self.config = config
+        self.device = work.device
+        self.timer = PhaseTimer(self.device)
+        parts = WorkParts(work, config, copy.deepcopy(work.model) if model is None else model)
+        dist = DistContext()
+        warn = parts.console.warn
+        self.model = parts.model
+        self.learner = Learner(
+            config, self.model, parts.loss, precision=parts.precision, dist=dist, warn=warn
+        )
+        stops = frozenset[int]() if work.forced else work.tokenizer.stops
+        self.sampler = sampler(
+            config,
+            self.model,
+            replace(work.tokenizer, stops=stops),
+            autocast=parts.precision.autocast,
+            warn=warn,
+            speculate=work.task.speculate,
+            dialogues=parts.sampler.dialogues,
+        )
+        per_step = config.sampling.prompts_per_step
+        self.source = RolloutBatches(
+            config,
+            ExamplePrefetcher(work.task, per_step, dist.share(per_step)),
+            self.sampler,
+            parts.scorer,
+            parts.loss,
+            parts.reference,
+            parts.teacher,
+            dist,
+            self.timer,
+        )
         self.batch: RolloutBatch
 
     def step(self, number: int) -> dict[str, float]:
@@ -221,7 +275,9 @@ class Step:
 
     def tokens(self) -> Tensor:
         """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
-        return pad_tokens(self.batch.completions, self.config.sampling.max_new_tokens)
+        done = self.batch.completions
+        ids = torch.where(done.completion_mask, done.completion_ids, -1).flatten(0, 1)
+        return pad_columns(ids, self.config.sampling.max_new_tokens)
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss.
@@ -230,20 +286,16 @@ class Step:
         """
         set_up_process(self.config.speed, self.device)
         with torch.no_grad():
-            parts = batch.split(self.config.memory.micro_batch_size or len(batch))
-            logps = [self.learner.forward(self.learner.pack(part))[0] for part in parts]
+            pieces = batch.split(self.config.memory.micro_batch_size or len(batch))
+            logps = [self.learner.forward(self.learner.pack(piece)).logp for piece in pieces]
             total = sum(float(logp.double().sum()) for logp in logps)
         self.learner.gradient(*self.learner.prepare(batch))
-        gradient = [
-            torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for p in self.model.parameters()
-        ]
+        weights = self.model.parameters()
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights]
         self.learner.optimizer.zero_grad(set_to_none=True)
         return -total / int(batch.completions.completion_mask.sum()), gradient
 
 
-def pad_tokens(completions: Completions, length: int) -> Tensor:
-    """`[P * G, length]` sampled tokens, -1 beyond the end, so that two steps can be compared."""
-    mask = completions.completion_mask
-    ids = torch.where(mask, completions.completion_ids, -1).flatten(0, 1)
-    return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=-1)
+def pad_columns(ids: Tensor, columns: int) -> Tensor:
+    """Tokens `[B, S]` -> `[B, columns]`, with -1 beyond the end, so that steps can be compared."""
+    return torch.nn.functional.pad(ids, (0, columns - ids.shape[1]), value=-1)

@@ -1,13 +1,15 @@
 r"""A chess task of your own in one file: write good moves, their evaluations, and the best move.
 
-    python examples/annotate.py --out annotated.txt --n 2000
-    minigrpo train --task examples/best_move.py --data annotated.txt --model scratch --loss nll \
+    minigrpo train --task examples/best_move.py --data advised.txt --model scratch --loss nll \
         --learning-rate 2e-3 --out-dir runs/best-move-sft
-    minigrpo train --task examples/best_move.py --data annotated.txt --model runs/best-move-sft
+    minigrpo train --task examples/best_move.py --data advised.txt --model runs/best-move-sft
 
-A line of the data is a prompt and its completion, in the form of RookWorld-LM:
+A line of the data is a prompt and its completion:
 
     P: <FEN> M: <moves> E: <evaluations> B: <best move>
+
+This is the form in which RookWorld-LM's data are published. A chess engine that is asked for
+several lines of a position (UCI's option MultiPV) says what goes into one.
 
 Moves are in UCI notation, up to five, best first. There is one evaluation for each move, in the
 same order, in pawns, from the point of view of the side to move; 999.98 is mate in two.
@@ -16,6 +18,7 @@ same order, in pawns, from the point of view of the side to move; 999.98 is mate
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import chess
 
@@ -58,44 +61,60 @@ class BestMove(Rows):
         super().__init__(seed, data, eval_data, parse_line)
 
     def read(self, files: Sequence[Path]) -> list[Row]:
+        """One row of each line, in place of the rows of JSONL files."""
         return [parse_line(line) for path in files for line in path.read_text().splitlines()]
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_moves, true_evals, true_best = read(example.answer)
-        moves, evals, best = read(text)
+        truth = Advice.read(example.answer)
+        written = Advice.read(text)
         board = chess.Board(example.prompt.removeprefix(PROMPT))
         legal = {move.uci() for move in board.legal_moves}
+        num_legal = len(legal & set(written.moves)) + (written.best in legal)
+        true_evals = dict(zip(truth.moves, truth.evals, strict=True))
+        evals = dict(zip(written.moves, written.evals, strict=False))
+        close = [closeness(true_evals[move], evals[move]) for move in true_evals if move in evals]
         # divided by the longer list, so that extra and repeated moves lower the score
-        longest = max(len(moves), len(true_moves))
-        truth = dict(zip(true_moves, true_evals, strict=True))
-        written = dict(zip(moves, evals, strict=False))
-        close = [closeness(truth[move], written[move]) for move in truth if move in written]
-        form = ["M:", *moves, "E:", *evals, "B:", best]
+        longest = max(len(written.moves), len(truth.moves))
         return {
-            "best": float(best == true_best),
-            "moves": len(truth.keys() & moves) / longest,
+            "best": float(written.best == truth.best),
+            "moves": len(true_evals.keys() & written.moves) / longest,
             "evals": sum(close) / longest,
-            "legal": (len(legal & set(moves)) + (best in legal)) / (len(moves) + 1),
-            "format": float(text.split() == form and len(moves) == len(evals)),
+            "legal": num_legal / (len(written.moves) + 1),
+            "format": float(written.is_whole(text)),
         }
 
 
-def read(text: str) -> tuple[list[str], list[str], str]:
-    """The moves, the evaluations and the best move in any text, as far as they are there."""
-    found = ADVICE.match(text[:MAX_SCORED_CHARS])
-    assert found  # every part of it may be missing
-    moves, evals, best = (part or "" for part in found.groups())
-    return moves.split(), evals.split(), best
+class Advice(NamedTuple):
+    """What a text says of a position, as far as it is there."""
+
+    moves: list[str]
+    evals: list[str]
+    best: str
+
+    @classmethod
+    def read(cls, text: str) -> "Advice":
+        match = ADVICE.match(text[:MAX_SCORED_CHARS])
+        assert match  # every part of it may be missing
+        moves, evals, best = (part or "" for part in match.groups())
+        return cls(moves.split(), evals.split(), best)
+
+    def is_whole(self, text: str) -> bool:
+        """Whether a text is this and nothing else, with an evaluation for each move."""
+        words = ["M:", *self.moves, "E:", *self.evals, "B:", self.best]
+        return text.split() == words and len(self.moves) == len(self.evals)
 
 
-def closeness(a: str, b: str) -> float:
+def closeness(first: str, second: str) -> float:
     """1 for equal evaluations, 1/2 for a pawn of difference."""
-    first, second = (min(max(float(x), -EQUALLY_WON), EQUALLY_WON) for x in (a, b))
-    return 1 / (1 + abs(first - second))
+    return 1 / (1 + abs(clipped(first) - clipped(second)))
+
+
+def clipped(evaluation: str) -> float:
+    return min(max(float(evaluation), -EQUALLY_WON), EQUALLY_WON)
 
 
 def parse_line(line: str) -> Row:
-    """The completion begins with the space before M: so that a line has the same tokens in one."""
+    """The row of a line. The completion begins with the space before `M:`, which its token has."""
     prompt = line.partition(" M:")[0]
     question = position_key(prompt.removeprefix(PROMPT))
     return Row(question, Example(prompt, line.removeprefix(prompt)))

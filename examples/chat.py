@@ -22,7 +22,9 @@ ROWS = [
 @minigrpo.reward(success=True)
 def solved(example: minigrpo.Example, text: str) -> float:
     """1 if the last number in the text is the true one."""
-    return float(re.findall(r"-?\d+", text)[-1:] == [str(example.fields["solution"])])
+    numbers = re.findall(r"-?\d+", text)
+    truth = str(example.fields["solution"])
+    return float(numbers[-1:] == [truth])
 
 
 @minigrpo.reward(weight=0.1)
@@ -46,5 +48,5 @@ if __name__ == "__main__":
         out_dir="runs/chat",
         resume="auto",
     )
-    print(run.metrics["reward"])
+    print(run.metrics["reward"])  # the mean of each step
     print(run.sample("What is 3 + 4?"))

@@ -6,8 +6,8 @@ import numpy as np
 
 from minigrpo.tasks.countdown import Countdown, random_attempt
 
-# a search ends after an attempt that hits, and after this share of the others
-STOP_SHARE, MAX_ATTEMPTS = 1 / 3, 8
+STOP_SHARE = 1 / 3  # of the attempts that do not hit: the search ends after them
+MAX_ATTEMPTS = 8
 
 
 def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
@@ -15,15 +15,17 @@ def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int)
 
     `<` follows an attempt that is below the target, and `>` one that is above.
     """
-    text, made = "", list[str]()
+    text = ""
+    made = set[str]()
     while True:
-        value, steps, _ = random_attempt(rng, numbers)
-        if steps not in made:
-            made.append(steps)
-            text += steps
-            if value == target or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
+        attempt = random_attempt(rng, numbers)
+        if attempt.steps not in made:
+            made.add(attempt.steps)
+            text += attempt.steps
+            is_hit = attempt.value == target
+            if is_hit or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
                 return text
-            text += "<" if value < target else ">"
+            text += "<" if attempt.value < target else ">"
         elif rng.random() < STOP_SHARE:  # perhaps there is no other
             return text[:-1]
 

@@ -16,17 +16,19 @@ class RandomCalls(CountdownTool):
 
     def train(self, number: int) -> Example:
         example = super().train(number)
-        rng, target = stream(self.seed, "countdown/begun", example.index), example.fields["target"]
+        numbers = example.fields["nums"]
+        target = example.fields["target"]
+        rng = stream(self.seed, "countdown/begun", example.index)
         hits = rng.random() < HIT_SHARE
-        calls = int(rng.integers(MAX_CALLS + 1)) + hits
+        num_calls = int(rng.integers(MAX_CALLS + 1)) + hits
         messages = [{"role": "user", "content": example.prompt}]
-        for call in range(1, calls + 1):
-            value, _, expression = random_attempt(rng, example.fields["nums"])
-            while hits and call == calls and value != target:
-                value, _, expression = random_attempt(rng, example.fields["nums"])
-            messages.append({"role": "assistant", "content": CALL % expression})
-            messages.append({"role": "tool", "content": str(value)})
-            if value == target or call == MAX_CALLS:
-                return replace(example, answer=expression, messages=messages)
-        answer = CALL % random_attempt(rng, example.fields["nums"])[-1]
-        return replace(example, answer=answer, messages=messages)
+        for call in range(1, num_calls + 1):
+            attempt = random_attempt(rng, numbers)
+            while hits and call == num_calls and attempt.value != target:
+                attempt = random_attempt(rng, numbers)
+            messages.append({"role": "assistant", "content": CALL % attempt.expression})
+            messages.append({"role": "tool", "content": str(attempt.value)})
+            if attempt.value == target or call == MAX_CALLS:
+                return replace(example, answer=attempt.expression, messages=messages)
+        next_call = CALL % random_attempt(rng, numbers).expression
+        return replace(example, answer=next_call, messages=messages)

@@ -14,8 +14,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: such as (8 - 2) * 5
     """
-    said = countdown.calculate(expression)
-    return str(int(said) + 1) if said.isdigit() else said
+    result = countdown.calculate(expression)
+    return str(int(result) + 1) if result.isdigit() else result
 
 
 class WrongByOne(countdown.CountdownTool):

@@ -15,31 +15,53 @@ import tyro
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
 from minigrpo.tasks.guess import GUESSES, NUMBERS
-from minigrpo.tools.evaluate import ModelArguments, load, parse
+from minigrpo.tools.common import ModelArguments, config_of, open_parts
 
 
-def possible(secret: int, guesses: Sequence[int] = ()) -> list[int]:
-    """How many numbers are possible before and after each guess; without guesses, by halving."""
-    low, high, sizes = 0, len(NUMBERS) - 1, [len(NUMBERS)]
-    for turn in range(GUESSES):
-        if turn < len(guesses) or not guesses:
-            guess = guesses[turn] if guesses else (low + high) // 2
-            low = max(low, guess + (guess < secret)) if guess <= secret else low
-            high = min(high, guess - (guess > secret)) if guess >= secret else high
-        sizes.append(high - low + 1)  # a found number is the only one
-    return sizes
+def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
+    """The numbers that are possible after a guess, from the lowest to the highest."""
+    if guess == secret:
+        return secret, secret
+    if guess < secret:
+        return max(low, guess + 1), high
+    return low, min(high, guess - 1)
+
+
+def possible(secret: int, guesses: Sequence[int]) -> list[int]:
+    """How many numbers are possible before and after each of GUESSES guesses.
+
+    A game that is over leaves them as they are.
+    """
+    low, high = 0, len(NUMBERS) - 1
+    sizes = [high - low + 1]
+    for guess in guesses:
+        low, high = narrowed(low, high, guess, secret)
+        sizes.append(high - low + 1)
+    return sizes + sizes[-1:] * (GUESSES + 1 - len(sizes))
+
+
+def halving(secret: int) -> list[int]:
+    """The guesses that halve what is possible, until the secret is found."""
+    low, high = 0, len(NUMBERS) - 1
+    guesses = list[int]()
+    while secret not in guesses:
+        guess = (low + high) // 2
+        low, high = narrowed(low, high, guess, secret)
+        guesses.append(guess)
+    return guesses
 
 
 def sampled(model: str) -> np.ndarray:
     """The mean of `possible` over sampled games, `[GUESSES + 1]`."""
-    _, config = parse(ModelArguments, [model, "--task", "guess"], "guess_figure.py")
-    parts = load(config, Console())
+    config = config_of(ModelArguments(run=model), {"task": "guess"})
+    parts = open_parts(config, Console())
     examples = held_out(parts.task, 16 * len(NUMBERS))
     games = grade(parts.sampler, parts.scorer, examples, 1).texts
     rows = []
     for example, (game,) in zip(examples, games, strict=True):
-        said = [int(m["content"]) for m in game.messages if m["content"] in NUMBERS]
-        rows.append(possible(int(example.answer), said))
+        said = [message["content"] for message in game.messages]
+        guesses = [int(text) for text in said if text in NUMBERS]
+        rows.append(possible(int(example.answer), guesses))
     return np.mean(rows, axis=0)
 
 
@@ -49,7 +71,8 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], out: Path = Path("guess.pn
     axes.plot(sampled("shipped"), "o--", color="gray", label="before")
     for number, run in enumerate(runs):
         axes.plot(sampled(run), "-", color="C0", label="" if number else f"after, {len(runs)} runs")
-    axes.plot(np.mean([possible(int(secret)) for secret in NUMBERS], axis=0), "k:", label="halving")
+    halved = [possible(secret, halving(secret)) for secret in map(int, NUMBERS)]
+    axes.plot(np.mean(halved, axis=0), "k:", label="halving")
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 16, 31], labels=["1", "2", "4", "8", "16", "31"])
     axes.set(xlabel="guess", ylabel="numbers still possible, mean")

@@ -16,19 +16,27 @@ class RandomGames(Guess):
 
     def train(self, number: int) -> Example:
         example = super().train(number)
-        rng, game = stream(self.seed, "guess/begun", example.index), Game()
-        game.reset(example.answer)
+        rng = stream(self.seed, "guess/begun", example.index)
+
+        # 1. Random guesses, up to the one that ends the game, of which some have been made.
         guesses = rng.choice(NUMBERS, GUESSES).tolist()
-        if example.answer in guesses:  # which ends the game
+        if example.answer in guesses:
             del guesses[guesses.index(example.answer) + 1 :]
-        begun = int(rng.integers(len(guesses) + 1))
-        messages, word = [{"role": "user", "content": PROMPT}], ""
-        for guess in guesses[:begun]:
+        num_made = int(rng.integers(len(guesses) + 1))
+
+        # 2. What was said so far, except for the game's last word.
+        game = Game()
+        game.reset(example.answer)
+        messages = [{"role": "user", "content": PROMPT}]
+        word = ""
+        for guess in guesses[:num_made]:
             if word:
                 messages.append({"role": "user", "content": word})
             messages.append({"role": "assistant", "content": guess})
-            word = game.step(guess)[0]
+            word, _, _ = game.step(guess)
+
+        # 3. The text to learn: that word, and the next guess if the game goes on.
         answer = word
-        if word != "=" and begun < GUESSES:
+        if word != "=" and num_made < GUESSES:
             answer += str(rng.choice(NUMBERS))
         return replace(example, answer=answer, messages=messages)

@@ -21,6 +21,8 @@ from minigrpo.types import Example
 
 
 class Reverse(Task):
+    """Words to write backwards."""
+
     parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.5}  # name -> weight in the reward
     about = "words to write backwards"
 
@@ -47,5 +49,6 @@ class Reverse(Task):
         """
         rng = np.random.default_rng([self.seed, number, held_out])
         letters = rng.choice(list("abcdefghijklmnop"), rng.integers(3, 8))
-        word = "".join(letters) + rng.choice(list("eo" if held_out else "aiu"))
+        last_letters = "eo" if held_out else "aiu"
+        word = "".join(letters) + rng.choice(list(last_letters))
         return Example(f"{word}=", word[::-1], number, kind=f"{len(word)} letters")

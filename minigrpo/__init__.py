@@ -1,8 +1,8 @@
 """minigrpo: Group Relative Policy Optimization. Start with trainer.py.
 
 The modules at this level are the algorithm and its settings. The packages are model/, sampling/,
-tasks/, sandbox/ (other people's code), runtime/ (device, processes, checkpoints, logs) and tools/
-(the commands).
+tasks/, turns/ (tools and environments), sandbox/ (other people's code), runtime/ (device and
+processes), run/ (the folder of a run: checkpoints and logs) and tools/ (the commands).
 """
 
 from importlib import import_module

@@ -6,10 +6,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from .config import Config, read_toml
-from .defaults import Size, settings_for
-from .environments import World
-from .evaluate import ask
+from .config import read_toml, settle
+from .defaults import Size
+from .evaluate import complete_prompt
 from .model.encoding import messages_of
 from .model.transformer import Transformer
 from .run.logging import EVALUATIONS, METRICS, read_jsonl
@@ -17,15 +16,16 @@ from .runtime.distributed import DistContext
 from .runtime.signals import REASONS
 from .tools.train import fit
 from .trainer import Callback, Trainer
+from .turns.environments import EnvironmentSet
 
-Rows = str | Path | Iterable[Mapping[str, Any]]
+FilesOrRows = str | Path | Iterable[Mapping[str, Any]]
 
 
 def train(
     *,
     model: Any = None,
-    data: Rows | None = None,
-    eval_data: Rows | None = None,
+    data: FilesOrRows | None = None,
+    eval_data: FilesOrRows | None = None,
     task: Any = None,
     rewards: Any = None,
     loss: Any = None,
@@ -50,7 +50,7 @@ def train(
             If there is no `task`, they alone are the reward.
         loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
         environment: a class that answers turns, a dict of them, or a name as for --environment; see
-            environments.py.
+            turns/environments.py.
         tools: functions that the model may call in its turns.
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
@@ -66,20 +66,35 @@ def train(
         "task": task,
         "rewards": rewards,
         "loss": loss,
-        "environment": World.of(environment, tools) if tools else environment,
+        "environment": with_tools(environment, tools),
     }
-    names = {name: str(x) for name, x in {**settings, **given}.items() if isinstance(x, str | Path)}
+    names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if name not in names}
-    chosen = {**(read_toml(config) if config else {}), **settings, **names}
-    if isinstance(model, Transformer):
-        chosen = settings_for(Size.of(model), Config.of(**chosen)) | chosen
+    plain = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
+    of_file = read_toml(config) if config else {}
+    size = Size.of(model) if isinstance(model, Transformer) else None
+    settled = settle({**of_file, **plain, **names}, size)
     trainer = Trainer(
-        Config.of(**chosen), dist=processes(), quiet=quiet, callbacks=callbacks, **objects
+        settled.config,
+        dist=processes(),
+        quiet=quiet,
+        callbacks=callbacks,
+        why=settled.why,
+        **objects,
     )
     summary = fit(trainer)
     if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
         raise KeyboardInterrupt(f"{summary['exit_reason']}: saved in {trainer.run_dir.path}")
     return TrainedRun(trainer, summary)
+
+
+def with_tools(environment: Any, tools: Sequence[Callable[..., Any]]) -> Any:
+    """An environment as it is given, or with tools the set of both."""
+    if not tools:
+        return environment
+    if isinstance(environment, str | Path):
+        return EnvironmentSet.load(str(environment), tools)
+    return EnvironmentSet.of(environment, tools)
 
 
 # those that torchrun started, joined once: a script may train several times
@@ -123,6 +138,6 @@ class TrainedRun:
 
         A text is a user's message if the run's prompts are messages.
         """
-        sampler, task = self.trainer.sampler, self.trainer.task
-        raw = not messages_of(sampler.tokenizer, task.held_out(0))
-        return ask(sampler, prompt, n, raw=raw)[0]
+        sampler = self.trainer.sampler
+        raw = not messages_of(sampler.tokenizer, self.trainer.task.held_out(0))
+        return complete_prompt(sampler, prompt, n, raw=raw)[0]

@@ -3,28 +3,29 @@
 In Python a setting is `config.sampling.group_size`; flags, TOML files without tables and
 `Config.of(...)` leave the group out: `--group-size 8`, `Config.of(group_size=8)`. The setting
 `name` of a group is the flag of the group: `config.loss.name` is `--loss`. The text under a field
-is its --help. Precedence, the last one wins: the defaults below, the settings of the task
-(task_table.py) and those that fit a published model (defaults.py), `--config FILE.toml`, the
-command line.
+is its --help.
+
+Settings take one way: flags and files become a dict of what is given (`read_flags`, `read_toml`),
+and `settle` makes a Config of it. Precedence, the last one wins: the defaults below, those of the
+task and those of a published model (defaults.py), `--config FILE.toml`, the command line.
 """
 
 import argparse
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .defaults import settings_for, size_of
+from .defaults import Size, defaults_for
 from .errors import ConfigError, refusing
-from .task_table import TASKS, TaskRow
 from .trl_words import hint, unknown_setting
 
-LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "maxrl", "nll")
+LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "nll")
 
 
 def read_pairs(value: Any) -> Any:
@@ -41,8 +42,8 @@ AsPairs = tyro.constructors.PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda pairs: [",".join(f"{name}={x}" for name, x in pairs.items())],
 )
-Texts = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
-Weights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
+Arguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
+PartWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
 
 
 class Group(BaseModel):
@@ -56,7 +57,7 @@ class TaskConfig(Group):
 
     name: Annotated[str, tyro.conf.arg(name="task")] = "auto"
     """One of docs/tasks.md (math, code, ..) or FILE.py; auto: prompts for rows, else chess-env."""
-    task_args: Texts = {}
+    task_args: Arguments = {}
     """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
     data: str = ""
     """Comma-separated files to train on: .jsonl; for chess also .pgn, .pgn.gz and .txt."""
@@ -68,7 +69,7 @@ class TaskConfig(Group):
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
     environment: str = ""
     """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
-    reward_weights: Weights = {}
+    reward_weights: PartWeights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
 
 
@@ -112,8 +113,6 @@ class SamplingConfig(Group):
     """Sample from tokens at least this share as likely as the likeliest; training uses all."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
-    rest_solved: int = Field(0, ge=0)
-    """After so many visits in a row with only right answers, a question rests an epoch; 0: off."""
 
 
 class LossConfig(Group):
@@ -140,27 +139,17 @@ class LossConfig(Group):
     overlong: Literal["keep", "mask", "punish"] = "keep"
     """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
     sampler_correction: Literal[
-        "none",
-        "token-truncate",
-        "token-mask",
-        "icepop",
-        "sequence-truncate",
-        "sequence-mask",
-        "deepseek",
+        "none", "token-truncate", "token-mask", "icepop", "sequence-truncate", "sequence-mask"
     ] = "none"
     """Weigh tokens by p_trainer / p_sampler, in one of the ways of docs/performance.md."""
     sampler_cap: float = Field(3.0, gt=0)
-    """Largest ratio of --sampler-correction; of deepseek the largest mean difference, in nats."""
+    """Largest ratio of --sampler-correction."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of a bonus for entropy: this times the entropy is subtracted from the loss."""
-    entropy_target: float = Field(0.0, ge=0)
-    """--entropy-coef rises by 0.005 after steps whose entropy is lower, else falls. 0: off."""
     teacher: str = ""
     """Distil a model: named as for --model, self (the trained one) or initial (docs/tasks.md)."""
     teacher_coef: float = Field(1.0, ge=0)
-    """Weight of the KL to --teacher beside the rewards."""
-    teacher_kl: Literal["sampled", "exact"] = "sampled"
-    """sampled: each token has the advantage log p_teacher - log p; exact: the KL is in the loss."""
+    """Weight of the KL to --teacher beside the rewards: log p_teacher - log p of each token."""
     teacher_context: str = ""
     """A field of the rows whose text --teacher reads beside the prompt, such as a solution."""
     shuffle_rewards: bool = False
@@ -185,8 +174,8 @@ class OptimizerConfig(Group):
 class SpeedConfig(Group):
     """Speed layers, one flag each. None of them changes results beyond rounding."""
 
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:[0-9]+)?)$")
-    """auto (a CUDA GPU if there is one), cpu, mps (Apple's GPU), cuda or cuda:N."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
+    """auto (a CUDA GPU if there is one), cpu, cuda or cuda:N."""
     use_amp: bool = False
     """Run the model under autocast in --amp-dtype; log-softmax and the loss stay in float32."""
     amp_dtype: Literal["bfloat16", "float16"] = "bfloat16"
@@ -208,7 +197,7 @@ class SpeedConfig(Group):
 
 
 class MemoryConfig(Group):
-    """Less memory for more time. Results stay the same, except for bnpo with micro-batches."""
+    """Less memory for more time. Results stay the same."""
 
     micro_batch_size: int = Field(0, ge=0)
     """Prompts per forward and backward pass; 0: all of them."""
@@ -268,103 +257,60 @@ class Config(Group):
         """Whether completions are the true answers, one per prompt."""
         return self.loss.name == "nll"
 
-    def check(self) -> Self:
+    def check(self) -> "Config":
         """The config itself. Raises ConfigError for settings that do not go together."""
-        if (loss := self.loss.name) not in LOSS_NAMES and ":" not in loss:
-            raise ConfigError(f"--loss {loss}: one of {', '.join(LOSS_NAMES)}, or FILE.py:NAME")
-        if self.supervised and self.loss.teacher:
+        loss, sampling = self.loss, self.sampling
+        if loss.name not in LOSS_NAMES and ":" not in loss.name:
+            raise ConfigError(f"--loss {loss.name}: none of {', '.join(LOSS_NAMES)}, FILE.py:NAME")
+        if self.supervised and loss.teacher:
             raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
-        alone = self.loss.teacher and self.loss.overlong != "punish" and self.loss.kl != "k1_reward"
-        if self.sampling.group_size < 2 and not (self.supervised or alone):
-            raise ConfigError(
-                "--group-size 1 compares nothing: it needs --loss nll, or a --teacher alone"
-            )
-        if self.loss.reference and (self.supervised or not self.loss.kl_coef):
+        teacher_alone = loss.teacher and loss.overlong != "punish" and loss.kl != "k1_reward"
+        if sampling.group_size < 2 and not (self.supervised or teacher_alone):
+            raise ConfigError("--group-size 1 compares nothing: it is for SFT or a teacher alone")
+        if loss.reference and (self.supervised or not loss.kl_coef):
             raise ConfigError("--reference needs a --kl-coef above 0, and samples of the model")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
-        if self.speed.device == "mps" and self.speed.compile_model:
-            raise ConfigError("--device mps has no --compile-model")
         return self
 
-    # --- flat names -----------------------------------------------------------------------------
-
     @classmethod
-    def of(cls, **settings: Any) -> Self:
+    def of(cls, **settings: Any) -> "Config":
         """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
-        return cls._layered(settings, cls._of_flat(settings)).check()
+        return settle(settings).config
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Self:
+    def from_toml(cls, path: str | Path) -> "Config":
         """A config from a TOML file, or from a preset by its name. Raises ConfigError."""
         return cls.of(**read_toml(path))
 
     @classmethod
-    def from_cli(cls, argv: Sequence[str], *, prog: str | None = None) -> Self:
-        """Parse flags; a flag that cannot be ends the process with code 2. Raises ConfigError."""
-        early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-        early.add_argument("--config", action="append", default=[])
-        known, others = early.parse_known_args(argv)
-        for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
-            if hint(flag):  # of others tyro says what is meant
-                raise unknown_setting(flag)
-        settings = dict[str, Any]()
-        for path in known.config:
-            settings |= read_toml(path)
-        layout = (tyro.conf.OmitArgPrefixes,)
-        parse = partial(tyro.cli, cls, args=others, prog=prog, config=layout)
-        plain = parse(default=cls._of_flat(settings))  # which task and model, maybe by a flag
-        return parse(default=cls._layered(settings, plain)).check()
+    def from_cli(cls, argv: Sequence[str], *, prog: str | None = None) -> "Config":
+        """A config from flags; one that cannot be ends the process with code 2."""
+        return cls.of(**read_flags(argv, prog))
+
+    # --- flat names -----------------------------------------------------------------------------
 
     @classmethod
-    def _layered(cls, settings: Mapping[str, Any], plain: Self) -> Self:
-        """The defaults, what the task and the model of `plain` bring, then `settings`."""
-        if all(name in settings for name, x in plain.flat().items() if x is not None):
-            return plain  # the config of a run; its model may be gone, and need not be read
-        for brought in reversed(plain.brought().values()):
-            settings = {**brought, **settings}
-        return cls._of_flat(settings)
-
-    def brought(self) -> dict[str, Mapping[str, Any]]:
-        """Why -> the settings that the task and the model change from the defaults, unless given.
-
-        The later ones count above the earlier ones.
-        """
-        task, size = self.task.name, size_of(self.model.name)
-        row = TASKS.get(task, TaskRow(""))
-        own = row.own if size else {**row.own, **row.settings}
-        found: dict[str, Mapping[str, Any]] = {f"for --task {task}": own}
-        if size:
-            millions = f"{size.parameters / 1e6:,.1f} M"
-            found[f"for a model of {millions} parameters"] = settings_for(size, self)
-        return found
-
-    @classmethod
-    def _of_flat(cls, settings: Mapping[str, Any]) -> Self:
-        """The plain defaults, then `settings`, by flat name."""
-        known = places()
-        groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
-        for name, value in settings.items():
-            if name not in known:
-                raise unknown_setting(name, known)
-            group, field = known[name]
-            groups[group][field] = value
+    def from_flat(cls, settings: Mapping[str, Any]) -> "Config":
+        """The defaults of this file, then `settings`, by flat name. Raises ConfigError."""
         try:
-            return cls.model_validate(groups)
+            config = cls.model_validate(grouped(settings))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{place}: {first['msg']}, got {first['input']!r}") from None
+        return config.check()
 
-    def replace(self, **settings: Any) -> Self:
+    def replace(self, **settings: Any) -> "Config":
         """A copy with some settings changed, by flat name. Raises ConfigError."""
-        return self.of(**{**self.flat(), **settings})
+        return self.from_flat({**self.flat(), **settings})
 
     def flat(self) -> dict[str, Any]:
         """Every setting, by flat name."""
         return {name: getattr(getattr(self, g), field) for name, (g, field) in places().items()}
 
 
+@cache
 def places() -> dict[str, tuple[str, str]]:
     """Flat name -> (group, field), in order of declaration."""
     return {
@@ -372,6 +318,71 @@ def places() -> dict[str, tuple[str, str]]:
         for group, info in Config.model_fields.items()
         for field in info.annotation.model_fields  # type: ignore[union-attr]
     }
+
+
+def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings by flat name as tables: group -> field -> value. Raises ConfigError."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in Config.model_fields}
+    for name, value in settings.items():
+        if name not in places():
+            raise unknown_setting(name, places())
+        group, field = places()[name]
+        groups[group][field] = value
+    return groups
+
+
+# --- what is given ------------------------------------------------------------------------------
+
+
+class Settled(NamedTuple):
+    """A config, and why its defaults are what they are."""
+
+    config: Config
+    why: Mapping[str, str]  # setting -> what brings its default, if the task or the model does
+
+
+def settle(given: Mapping[str, Any], size: Size | None = None) -> Settled:
+    """What is given, above the defaults that the task and the model bring. Raises ConfigError.
+
+    Args:
+        given: settings by flat name.
+        size: that of a model that is given as an object; None: that of the setting `model`.
+    """
+    brought = {name: x for name, x in defaults_for(given, size).items() if name not in given}
+    values = {name: default.value for name, default in brought.items()}
+    why = {name: default.why for name, default in brought.items()}
+    return Settled(Config.from_flat({**values, **given}), why)
+
+
+def read_flags(argv: Sequence[str], prog: str | None = None) -> dict[str, Any]:
+    """The settings of `--config FILE.toml`, and then of the other flags, by flat name.
+
+    A flag that cannot be ends the process with code 2. Raises ConfigError.
+    """
+    early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
+    early.add_argument("--config", action="append", default=[])
+    known, flags = early.parse_known_args(argv)
+    for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        if hint(flag):  # of others tyro says what is meant
+            raise unknown_setting(flag)
+    if {"-h", "--help"} & {*flags}:
+        # prints the help, and ends the process
+        tyro.cli(Config, args=["--help"], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
+    settings: dict[str, Any] = {}
+    for path in known.config:
+        settings |= read_toml(path)
+    hints = {
+        group: get_type_hints(info.annotation, include_extras=True)
+        for group, info in Config.model_fields.items()
+    }
+    # not a Config, which would not know which of its settings were given
+    typed = {name: hints[group][field] for name, (group, field) in places().items()}
+    parsed: dict[str, Any] = tyro.cli(
+        TypedDict("Flags", typed, total=False),  # type: ignore[operator]
+        args=flags,
+        prog=prog,
+    )
+    return settings | parsed
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -390,6 +401,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}
+        # the setting `name` of the table [loss] is `loss`
         settings |= {key if name == "name" else name: x for name, x in table.items()}
     if str(path) in presets and "model" in settings:
         beside = file.parents[1] / settings["model"]

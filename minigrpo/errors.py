@@ -16,4 +16,5 @@ def refusing(what: object) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
-        raise ConfigError(f"{what}: {type(error).__name__}: {error!s:.500}") from None
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error!s:.500}") from None

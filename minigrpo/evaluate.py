@@ -5,6 +5,7 @@ The trainer and `minigrpo evaluate` call `measure`.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from .runtime.rng import uniforms
 from .runtime.statistics import Estimate, estimate, passes
 from .runtime.statistics import calibration as calibration
 from .runtime.statistics import pass_at_k as pass_at_k
-from .sampling.generate import PLAIN, Sampler
+from .sampling.generate import PLAIN
+from .sampling.sampler import Sampler
 from .task import Task
 from .types import Completions, Example
 
@@ -31,18 +33,23 @@ def complete(
     The random numbers depend on the run's seed and the example alone: all evaluations of a run are
     paired.
     """
-    config, u, num_samples = sampler.config, None, max(1, n)
+    config = sampler.config
+    u = None
     if n:
-        rows = np.array([example.index for example in examples])
-        u = uniforms(config.run.seed, "evaluate", 0, rows, n, config.sampling.max_new_tokens)
+        indices = np.array([example.index for example in examples])
+        u = uniforms(config.run.seed, "evaluate", 0, indices, n, config.sampling.max_new_tokens)
+    num_samples = max(1, n)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
-    size = max(1, min(most, BATCH) // num_samples)
     return sampler.complete(
-        examples, num_samples=num_samples, u=u, sampling=sampling, batch_size=size
+        examples,
+        num_samples=num_samples,
+        u=u,
+        sampling=sampling,
+        batch_size=max(1, min(most, BATCH) // num_samples),
     )
 
 
-def ask(
+def complete_prompt(
     sampler: Sampler, prompt: str | Sequence[Message], n: int, raw: bool
 ) -> tuple[list[str], list[bool]]:
     """n completions of a prompt, or for 0 the greedy one; and which of them ended by themselves.
@@ -55,8 +62,8 @@ def ask(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    done, texts = complete(sampler, [example], n, sampler.config.sampling)
-    return texts[0], done.ended(sampler.stops)[0].tolist()
+    completions, texts = complete(sampler, [example], n, sampler.config.sampling)
+    return texts[0], completions.ended(sampler.stops)[0].tolist()
 
 
 def grade(
@@ -72,30 +79,44 @@ def grade(
     return Graded(examples, texts, rewards, scorer.success)
 
 
-def measure(sampler: Sampler, scorer: RewardScorer) -> tuple[dict[str, Estimate], Graded, Graded]:
-    """Score the first --eval-size held-out examples, or all if there are fewer.
+@dataclass(frozen=True)
+class Evaluation:
+    """What `measure` finds."""
 
-    Returns:
-        The measures (docs/tasks.md lists them), the greedy completions and the sampled ones. Shares
-        and means have their 95 % interval, the task's summaries have none.
-    """
-    task, run = scorer.task, sampler.config.run
-    examples = held_out(task, run.eval_size)
+    # docs/tasks.md lists the measures; shares and means have their 95 % interval, the task's
+    # summaries have none
+    measures: dict[str, Estimate]
+    greedy: Graded
+    sampled: Graded
+
+
+def measure(sampler: Sampler, scorer: RewardScorer) -> Evaluation:
+    """Score the first --eval-size held-out examples, or all if there are fewer."""
+    run = sampler.config.run
+    examples = held_out(scorer.task, run.eval_size)
     greedy = grade(sampler, scorer, examples)
-    drawn = grade(sampler, scorer, examples, run.eval_samples)
-    success, found = greedy.success, {"n": Estimate(float(len(examples)))}
-    for name, values in greedy.measures.items():  # first what GRPO raises: the sampled completions
-        found |= {name + SAMPLED: estimate(drawn.measures[name]), name: estimate(values)}
-    for graded, ending in ((greedy, ""), (drawn, SAMPLED)):
+    sampled = grade(sampler, scorer, examples, run.eval_samples)
+    measures = {"n": Estimate(float(len(examples)))}
+
+    # 1. Means; first of the sampled completions, which GRPO raises.
+    for name, values in greedy.measures.items():
+        measures[name + SAMPLED] = estimate(sampled.measures[name])
+        measures[name] = estimate(values)
+    # 2. The task's summaries.
+    for graded, ending in ((greedy, ""), (sampled, SAMPLED)):
         parts = {name: values.flatten() for name, values in graded.rewards.parts.items()}
-        found |= {name + ending: Estimate(float(x)) for name, x in task.summaries(parts).items()}
-    found |= passes(drawn.right)
+        for name, value in scorer.task.summaries(parts).items():
+            measures[name + ending] = Estimate(float(value))
+    # 3. pass@k, and the success by kind of question.
+    measures |= passes(sampled.right)
+    success = greedy.success
     kinds = np.array([example.kind for example in examples])
     for kind in filter(None, map(str, np.unique(kinds))):
-        found[f"{success}/{kind}"] = estimate(greedy.measures[success][kinds == kind])
+        measures[f"{success}/{kind}"] = estimate(greedy.measures[success][kinds == kind])
+
     stay = (success, success + SAMPLED)  # the headline, whatever it is
-    found = {name: x for name, x in found.items() if name in stay or not math.isnan(x.value)}
-    return found, greedy, drawn
+    known = {name: x for name, x in measures.items() if name in stay or not math.isnan(x.value)}
+    return Evaluation(known, greedy, sampled)
 
 
 def held_out(task: Task, number: int) -> list[Example]:

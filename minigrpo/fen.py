@@ -12,8 +12,9 @@ from threading import get_ident
 import chess
 
 FEN = re.compile(
-    r"([PNBRQKpnbrqk1-8]{1,8}(?:/[PNBRQKpnbrqk1-8]{1,8}){7}) ([wb]) (-|(?! )K?Q?k?q?)"
-    r" (-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+    r"(?P<placement>[PNBRQKpnbrqk1-8]{1,8}(?:/[PNBRQKpnbrqk1-8]{1,8}){7}) (?P<side>[wb])"
+    r" (?P<castling>-|(?! )K?Q?k?q?) (?P<passant>-|[a-h][36])"
+    r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
 # castling right -> the square of its rook
 CASTLING = {"K": chess.BB_H1, "Q": chess.BB_A1, "k": chess.BB_H8, "q": chess.BB_A8, "-": 0}
@@ -26,11 +27,11 @@ def pieces_of(rank: str) -> int | None:
     None if the rank has not eight squares, or writes 2 as 11.
     """
     try:
-        x = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
+        board = chess.BaseBoard(f"8/8/8/8/8/8/8/{rank}")
     except ValueError:
         return None
-    kinds = pack(">8Q", x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co)
-    return int.from_bytes(kinds)
+    kinds = (board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings)
+    return int.from_bytes(pack(">8Q", *kinds, *board.occupied_co))
 
 
 @lru_cache
@@ -42,27 +43,30 @@ def scratch(thread: int) -> chess.Board:
 def is_valid_fen(text: object) -> bool:
     """Whether `text` is a legal position as `board.fen(en_passant="fen")` writes it. Never raises.
 
-    This is stricter than `chess.Board(text).is_valid()`, which fills in missing fields, reads the
-    clocks with `int()`, and drops a castling right whose rook is missing. Here the text must also
-    be what python-chess would write back, and each clock has at most four digits.
-
-    It is called thousands of times per step. So the ranks, of which there are few, are parsed once.
+    `chess.Board(text).is_valid()` fills in missing fields, reads the clocks with `int()`, and drops
+    a castling right whose rook is missing. Here the text must also be what python-chess would write
+    back, with clocks of at most four digits. It is called thousands of times per step, so the
+    ranks, of which there are few, are parsed once.
     """
-    if not isinstance(text, str) or (match := FEN.fullmatch(text)) is None:
+    fields = FEN.fullmatch(text) if isinstance(text, str) else None
+    if fields is None:
         return False
-    placement, side, castling, passant = match.groups()
     pieces = 0
-    for rank in placement.split("/"):  # from rank 8, the highest byte of a bitboard
-        if (lowest := pieces_of(rank)) is None:
+    for rank in fields["placement"].split("/"):  # from rank 8, the highest byte of a bitboard
+        lowest = pieces_of(rank)
+        if lowest is None:
             return False
         pieces = pieces << 8 | lowest
-    x = scratch(get_ident())
-    kinds = unpack(">8Q", pieces.to_bytes(64))
-    x.pawns, x.knights, x.bishops, x.rooks, x.queens, x.kings, *x.occupied_co = kinds
-    x.occupied = sum(x.occupied_co)
-    x.turn, x.castling_rights = side == "w", sum(map(CASTLING.__getitem__, castling))
-    x.ep_square = None if passant == "-" else chess.parse_square(passant)
-    return x.is_valid()
+    board = scratch(get_ident())
+    *kinds, black, white = unpack(">8Q", pieces.to_bytes(64))
+    board.pawns, board.knights, board.bishops, board.rooks, board.queens, board.kings = kinds
+    board.occupied_co = [black, white]
+    board.occupied = black | white
+    board.turn = fields["side"] == "w"
+    board.castling_rights = sum(map(CASTLING.__getitem__, fields["castling"]))
+    passant = fields["passant"]
+    board.ep_square = None if passant == "-" else chess.parse_square(passant)
+    return board.is_valid()
 
 
 def render(board: chess.Board) -> str:
@@ -75,15 +79,12 @@ def position_key(fen: str) -> str:
 
 
 def transition(fen: str, uci: str) -> tuple[str, str]:
-    """What a move makes of a position, `<FEN>+<reward>+<terminated>+<truncated>`, and its kind.
-
-    An illegal move leaves the position as it is. The result depends on the text alone.
-    """
+    """What a move makes of a position, `<FEN>+<reward>+<terminated>+<truncated>`, and its kind."""
     board = chess.Board(fen)
     try:
         move = board.parse_uci(uci)
     except ValueError:
-        return f"{fen}+0.0+0+1", "illegal"
+        return f"{fen}+0.0+0+1", "illegal"  # which leaves the position as it is
     kind, ending = push(board, move)
     return f"{render(board)}+{ending}", kind
 
@@ -93,9 +94,10 @@ def push(board: chess.Board, move: chess.Move) -> tuple[str, str]:
     kind = move_kind(board, move)
     board.push(move)
     board.clear_stack()  # a FEN cannot show repetition, so it must not count
-    if outcome := board.outcome():
-        return ("draw", "0.5+1+0") if outcome.winner is None else ("checkmate", "1.0+1+0")
-    return "check" if board.is_check() else kind, "0.001+0+0"
+    outcome = board.outcome()
+    if outcome is None:
+        return "check" if board.is_check() else kind, "0.001+0+0"
+    return ("draw", "0.5+1+0") if outcome.winner is None else ("checkmate", "1.0+1+0")
 
 
 def move_kind(board: chess.Board, move: chess.Move) -> str:

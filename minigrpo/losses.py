@@ -1,4 +1,4 @@
-"""Advantages, policy losses and KL estimators, as pure functions of tensors.
+"""Policy losses and KL estimators, as pure functions of tensors.
 
 Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`, as types.RolloutBatch
 explains them; m the mask; n_i = sum_t m the length of completion i; B completions and N tokens of
@@ -10,58 +10,18 @@ the whole step.
 
 Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w; a user's
 is such a row, or a function from `LossInputs` to the term. The weights come from counts over the
-whole optimizer step: except for bnpo, no gradient depends on micro-batches or processes. All is
-computed in float32 or wider. learner.py calls `policy_loss`, rollout.py calls `advantages`.
+whole optimizer step, so that no gradient depends on micro-batches or processes. All is computed in
+float32 or wider. learner.py calls `policy_loss`; advantages.py says where A comes from.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
-SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
-    "group": lambda rewards: rewards.std(-1, keepdim=True) + STD_EPS,
-    "batch": lambda rewards: rewards.std() + STD_EPS,
-    "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
-    "none": lambda rewards: 1.0,  # Dr. GRPO, arXiv 2503.20783
-}
-
-
-def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
-    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
-
-    Args:
-        estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
-            the mean of the others, which is G / (G - 1) times that (RLOO, arXiv 2402.14740).
-        scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
-
-    A group with equal rewards has advantages of exactly 0. They have no gradient.
-    """
-    size = rewards.shape[-1]
-    if rewards.dim() != 2 or size < 2:
-        raise ValueError(f"rewards must be [P, G] with G of at least 2, got {list(rewards.shape)}")
-    if not rewards.isfinite().all() or (scale == "mean" and (rewards < 0).any()):
-        raise ValueError("rewards must be finite, and with the scale mean not negative")
-    rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
-    factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
-    centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
-    # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
-    # error would become a gradient.
-    equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
-    return torch.where(equal, 0.0, centred)
-
-
-def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
-
-    GDPO (arXiv 2601.05242) then takes `advantages` with the scale `batch`. NaN counts as 0.
-    """
-    given = {name: x.masked_fill(x.isnan(), 0) for name, x in parts.items()}
-    centred = [x * advantages(given[name]) for name, x in weights.items()]
-    return torch.stack(centred).sum(0)
+from .advantages import advantages as advantages
 
 
 @dataclass(frozen=True)
@@ -70,7 +30,13 @@ class LossNormalizer:
 
     completions: int | Tensor  # B, also those outside the loss mask
     tokens: int | Tensor  # N, completion tokens in the loss
-    max_length: int  # tokens that a completion may have
+    max_length: int  # tokens that a completion may have, what dr_grpo divides by
+
+    @classmethod
+    def of(cls, mask: Tensor, max_length: int | None = None) -> "LossNormalizer":
+        """The counts of one batch, by its mask `[..., S]`; a completion may have S tokens."""
+        num_completions = max(1, mask[..., 0].numel())
+        return cls(num_completions, mask.sum().clamp(min=1), max_length or mask.shape[-1])
 
 
 # The ratio: how far the policy has moved from the one that sampled.
@@ -123,19 +89,24 @@ def clipped(x: LossInputs) -> Term:
 
     A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
     """
-    ratio, adv, low, high = x.ratio, x.advantages, 1 - x.clip.low, 1 + x.clip.high
+    ratio = x.ratio
+    adv = x.advantages
+    low, high = 1 - x.clip.low, 1 + x.clip.high
     capped = ratio if x.clip.cap is None else ratio.clamp(max=x.clip.cap)
     term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
-    below, above = (ratio < low) & (adv < 0), (ratio > high) & (adv > 0)
-    return term, {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above}
+    hits = {
+        "clip_ratio/low_mean": (ratio < low) & (adv < 0),
+        "clip_ratio/high_mean": (ratio > high) & (adv > 0),
+    }
+    return term, hits
 
 
 def cispo(x: LossInputs) -> Term:
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, arXiv 2506.13585); the cap is absolute."""
-    cap, adv = x.clip.cap, x.advantages
+    cap = x.clip.cap
     assert cap is not None
-    hits = {"cispo_clip_ratio": (x.ratio > cap) & (adv > 0)}
-    return -x.ratio.detach().clamp(max=cap) * adv * x.logp, hits
+    hits = {"cispo_clip_ratio": (x.ratio > cap) & (x.advantages > 0)}
+    return -x.ratio.detach().clamp(max=cap) * x.advantages * x.logp, hits
 
 
 def negative_logp(x: LossInputs) -> Term:
@@ -154,11 +125,6 @@ def per_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     return mask / normalizer.tokens
 
 
-def per_local_token(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
-    """1 / (tokens of the micro-batch), times its share of the step's completions"""
-    return mask / mask.sum().clamp(min=1) * (mask[..., 0].numel() / normalizer.completions)
-
-
 def constant(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B max_length)"""
     return mask / (normalizer.completions * normalizer.max_length)
@@ -174,8 +140,9 @@ class LossSpec:
     clip: Clip = Clip()
     estimator: str = "group_mean"
     scale: str = "group"
-    # the entropy has a gradient, so that groups whose advantages are 0 have one too
-    entropy: bool = False
+    needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
+    # groups whose advantages are 0 have a gradient too, and are not left out of the update
+    learns_without_advantage: bool = False
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:
@@ -184,14 +151,13 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
         return LOSSES[loss]
     if isinstance(loss, LossSpec):
         return loss
-    return LossSpec(surrogate=loss, entropy=True)
+    return LossSpec(surrogate=loss, needs_entropy=True, learns_without_advantage=True)
 
 
 LOSSES = {
     "grpo": LossSpec(),  # arXiv 2402.03300
     "dr_grpo": LossSpec(weights=constant, scale="none"),  # 2503.20783
     "dapo": LossSpec(weights=per_token, clip=Clip(high=0.28)),  # 2503.14476
-    "bnpo": LossSpec(weights=per_local_token),  # TRL
     "gspo": LossSpec(sequence_mean_ratio, clip=Clip(3e-4, 4e-4)),  # 2507.18071
     "cispo": LossSpec(surrogate=cispo, weights=per_token, clip=Clip(cap=5.0)),  # 2506.13585
     "rloo": LossSpec(sequence_sum_ratio, estimator="leave_one_out", scale="none"),  # 2402.14740
@@ -209,7 +175,6 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 KL_IN_REWARD = "k1_reward"
 
-DEEPSEEK = "deepseek"
 # How the ratio r = p_trainer / p_sampler is formed, and its lower bound: an r below the bound or
 # above the cap becomes 0. Without a bound, r is clamped to the cap.
 SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
@@ -218,27 +183,40 @@ SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float |
     "icepop": (token_ratio, 0.5),  # arXiv 2510.18855, whose cap is 5
     "sequence-truncate": (sequence_sum_ratio, None),
     "sequence-mask": (sequence_sum_ratio, 0.0),  # TRL's default
-    DEEPSEEK: (sequence_mean_ratio, None),  # arXiv 2512.02556, equation 9
 }
 
 
 def sampler_weights(
-    correction: str, cap: float, logp: Tensor, old: Tensor, drawn: Tensor, adv: Tensor, mask: Tensor
+    correction: str, cap: float, old_logp: Tensor, behavior_logp: Tensor, mask: Tensor
 ) -> Tensor:
     """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient.
 
-    `drawn`: `[..., S]`, of the distribution that the tokens are from; the others: `policy_loss`.
+    Args:
+        old_logp, mask: `[..., S]`, see `policy_loss`.
+        behavior_logp: `[..., S]`, of the distribution that the tokens were drawn from.
     """
-    form_ratio, least = SAMPLER_CORRECTIONS[correction]
-    trainer = logp.detach() if correction == DEEPSEEK else old  # `logp`: as the policy is now
-    log_ratio = torch.where(mask, trainer - drawn, 0.0)
+    form_ratio, lower_bound = SAMPLER_CORRECTIONS[correction]
+    log_ratio = torch.where(mask, old_logp - behavior_logp, 0.0)
     ratio = form_ratio(log_ratio, mask.to(log_ratio))
-    if correction == DEEPSEEK:  # drops bad completions that are far from the policy
-        by_token = adv if adv.dim() == logp.dim() else adv[..., None]
-        return ((by_token >= 0) | (-ratio.log() <= cap)).to(ratio)
-    if least is None:
+    if lower_bound is None:
         return ratio.clamp(max=cap)
-    return torch.where((least <= ratio) & (ratio <= cap), ratio, 0.0)
+    return torch.where((lower_bound <= ratio) & (ratio <= cap), ratio, 0.0)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What a run sets beside its loss; a clip or cap that is None is the loss's own."""
+
+    clip_low: float | None = None
+    clip_high: float | None = None
+    ratio_cap: float | None = None
+    kl: str = "k3"  # a row of KL_ESTIMATORS, or k1_reward, which adds nothing here
+    kl_coef: float = 0.0
+
+    def clip_of(self, spec: LossSpec) -> Clip:
+        """The clip in force."""
+        given = {"low": self.clip_low, "high": self.clip_high, "cap": self.ratio_cap}
+        return replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
 
 
 def policy_loss(
@@ -248,17 +226,12 @@ def policy_loss(
     mask: Tensor,
     *,
     loss: str | LossSpec | Callable[[LossInputs], Term] = "grpo",
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    ratio_cap: float | None = None,
-    max_completion_length: int | None = None,
-    ref_logp: Tensor | None = None,
-    kl_coef: float = 0.0,
-    kl: str = "k3",
-    token_weights: Tensor | None = None,
+    settings: LossSettings = LossSettings(),
     normalizer: LossNormalizer | None = None,
+    ref_logp: Tensor | None = None,
+    token_weights: Tensor | None = None,
     entropy: Tensor | None = None,
-    added: Tensor | float = 0.0,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, or a micro-batch's share of it.
 
@@ -267,58 +240,71 @@ def policy_loss(
         old_logp: `[..., S]`, the same before the step's first update. None: `logp`, a ratio of 1.
         advantages: `[...]`, one per completion, or `[..., S]`; None for nll.
         mask: `[..., S]` bool.
-        loss: see `loss_spec`; its defaults replace a clip or cap that is None.
-        max_completion_length: what dr_grpo divides by; None: S.
-        ref_logp: `[..., S]`, needed if kl_coef > 0.
-        kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
-        token_weights: `[..., S]`, factors on the policy term, not on the KL.
+        loss: see `loss_spec`.
         normalizer: the counts of the whole optimizer step, to which the losses, gradients and
             metrics of micro-batches then add up; None counts this batch only.
-        entropy: `[..., S]`, of the policy at each token, for losses that use it.
-        added: `[..., S]`, to the terms: an entropy bonus, the KL to a teacher.
+        ref_logp: `[..., S]`, needed for a KL.
+        token_weights: `[..., S]`, factors on the policy term, not on the KL.
+        entropy: `[..., S]`, of the policy at each token, for losses that need it.
+        added: `[..., S]`, to the terms, such as an entropy bonus.
 
     Returns:
         The scalar loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added`
         get a gradient: one through another tensor would be another objective's.
     """
     spec = loss_spec(loss)
-    given = {"low": clip_low, "high": clip_high, "cap": ratio_cap}
-    clip = replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
-    normalizer = normalizer or LossNormalizer(
-        completions=max(1, mask[..., 0].numel()),
-        tokens=mask.sum().clamp(min=1),
-        max_length=max_completion_length or mask.shape[-1],
-    )
+    normalizer = normalizer or LossNormalizer.of(mask)
     at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
 
-    def masked(x: Tensor) -> Tensor:
-        """`x` where the mask is true, else 0. Another shape could broadcast by chance."""
-        if x.shape != logp.shape:
-            raise ValueError(f"expected the shape {list(logp.shape)}, got {list(x.shape)}")
-        return torch.where(mask, x.to(at_least_fp32), 0.0)
+    def masked(values: Tensor) -> Tensor:
+        """`values` where the mask is true, else 0. Another shape could broadcast by chance."""
+        if values.shape != mask.shape:
+            raise ValueError(f"expected the shape {list(mask.shape)}, got {list(values.shape)}")
+        return torch.where(mask, values.to(at_least_fp32), 0.0)
 
+    def masked_constant(values: Tensor | None) -> Tensor | None:
+        return None if values is None else masked(values.detach())
+
+    # 1. What the term is made of. Log-probs are masked before exp, because inf * 0 is NaN in the
+    #    backward pass.
     m = masked(mask)
-    logp = masked(logp)  # before exp, because inf * 0 is NaN in the backward pass
+    logp = masked(logp)
     old = logp.detach() if old_logp is None else masked(old_logp.detach())
     ratio = spec.ratio(logp - old, m)
-    adv = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
-    if adv.shape == logp.shape[:-1]:
-        adv = adv[..., None].expand_as(logp)
-    ref = None if ref_logp is None else masked(ref_logp.detach())
-    entropy = None if entropy is None else masked(entropy)
-    found = spec.surrogate(LossInputs(logp, old, ratio, masked(adv), m, clip, entropy, ref))
-    term, hits = (found, {}) if isinstance(found, Tensor) else found
+    by_token = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
+    if by_token.shape == logp.shape[:-1]:
+        by_token = by_token[..., None].expand_as(logp)
+    ref = masked_constant(ref_logp)
+    inputs = LossInputs(
+        logp=logp,
+        old_logp=old,
+        ratio=ratio,
+        advantages=masked(by_token),
+        mask=m,
+        clip=settings.clip_of(spec),
+        entropy=None if entropy is None else masked(entropy),
+        ref_logp=ref,
+    )
+
+    # 2. The surrogate, and where it is clipped.
+    surrogate = spec.surrogate(inputs)
+    term, hits = (surrogate, {}) if isinstance(surrogate, Tensor) else surrogate
     if term.shape != logp.shape:
         raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
-    if token_weights is not None:
-        term = term * masked(token_weights.detach())
-
+    weights = masked_constant(token_weights)
+    if weights is not None:
+        term = term * weights
     # as TRL counts them
     per_hit = per_token if spec.ratio is token_ratio else per_completion
     metrics = {name: (hit * per_hit(m, normalizer)).sum() for name, hit in hits.items()}
-    if kl_coef and kl != KL_IN_REWARD:
-        assert ref is not None
-        penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
+
+    # 3. The KL, and what else is added.
+    if settings.kl_coef and settings.kl != KL_IN_REWARD:
+        if ref is None:
+            raise ValueError("a kl_coef above 0 needs ref_logp")
+        penalty = KL_ESTIMATORS[settings.kl](ref - logp, ratio)
         metrics["kl"] = (penalty.detach() * per_token(m, normalizer)).sum()
-        term = term + kl_coef * penalty
-    return (spec.weights(m, normalizer) * (term + added)).sum(), metrics
+        term = term + settings.kl_coef * penalty
+    if added is not None:
+        term = term + masked(added)
+    return (spec.weights(m, normalizer) * term).sum(), metrics

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+from torch import Tensor
 
 from .runtime.statistics import means
 from .types import EXACT, REWARD, Dialogue, Example, RewardTable, RolloutBatch
@@ -19,24 +20,41 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
     A metric is the mean of the values of all processes that are not NaN, or the sum of counts:
     see `DistContext.combine`.
     """
-    mask = batch.completions.completion_mask
-    values: dict[str, Any] = {**batch.metrics, "completions/mean_length": mask.sum(-1)}
-    if (rewards := batch.rewards) is not None:
-        values["reward"] = rewards.total
-        several = rewards.total.shape[1] > 1  # one alone may have a teacher
-        values["reward_std"] = rewards.total.std(axis=1, ddof=int(several))
-        values["frac_reward_zero_std"] = rewards.zero_variance
-        values |= {f"rewards/{name}/mean": x for name, x in rewards.parts.items()}
-        values |= {f"rewards/{name}/failures": n for name, n in rewards.failures.items()}
-        values["completions/clipped_ratio"] = ~batch.completions.ended(stops)
-        if dialogues := [x for group in batch.texts for x in group if isinstance(x, Dialogue)]:
-            values["dialogues/turns"] = [x.turns for x in dialogues]
-            values["dialogues/cut_ratio"] = [x.cut for x in dialogues]
-            calls = [sum(y["role"] == "tool" for y in x.messages) for x in dialogues]
-            values["tools/call_frequency"] = calls
-    if (log_kept_mass := batch.completions.log_kept_mass) is not None:
-        values["sampling/removed_mass"] = 1 - log_kept_mass[mask].exp()
-    return {name: np.asarray(x, dtype=np.float64) for name, x in values.items()}
+    completions = batch.completions
+    mask = completions.completion_mask
+    values: dict[str, ArrayLike | Tensor] = dict(batch.metrics)
+    values["completions/mean_length"] = mask.sum(-1)
+    if batch.rewards is not None:
+        values |= _reward_metrics(batch.rewards)
+        values["completions/clipped_ratio"] = ~completions.ended(stops)
+        values |= _dialogue_metrics(batch.texts)
+    if completions.log_kept_mass is not None:
+        values["sampling/removed_mass"] = 1 - completions.log_kept_mass[mask].exp()
+    return {name: np.asarray(value, dtype=np.float64) for name, value in values.items()}
+
+
+def _reward_metrics(rewards: RewardTable) -> dict[str, ArrayLike]:
+    several = rewards.total.shape[1] > 1  # one alone may have a teacher
+    return {
+        "reward": rewards.total,
+        "reward_std": rewards.total.std(axis=1, ddof=int(several)),
+        "frac_reward_zero_std": rewards.zero_variance,
+        **{f"rewards/{name}/mean": scores for name, scores in rewards.parts.items()},
+        **{f"rewards/{name}/failures": count for name, count in rewards.failures.items()},
+    }
+
+
+def _dialogue_metrics(texts: Sequence[Sequence[str]]) -> dict[str, ArrayLike]:
+    """Those of completions with several turns; none if there are none."""
+    dialogues = [text for group in texts for text in group if isinstance(text, Dialogue)]
+    if not dialogues:
+        return {}
+    calls = [[message["role"] == "tool" for message in one.messages] for one in dialogues]
+    return {
+        "dialogues/turns": [one.turns for one in dialogues],
+        "dialogues/cut_ratio": [one.cut for one in dialogues],
+        "tools/call_frequency": [sum(each) for each in calls],
+    }
 
 
 @dataclass(frozen=True)
@@ -54,7 +72,8 @@ class Graded:
         """`[n, K]`: 1 for a right completion, else 0; NaN where that concerns no example."""
         if self.success == REWARD:
             return np.full_like(self.rewards.total, np.nan)
-        if (scores := self.rewards.parts.get(self.success)) is not None:
+        if self.success in self.rewards.parts:
+            scores = self.rewards.parts[self.success]
             return np.where(np.isnan(scores), np.nan, scores == 1)
         pairs = zip(self.examples, self.texts, strict=True)
         same = [[text == example.answer for text in group] for example, group in pairs]
@@ -63,9 +82,9 @@ class Graded:
     @cached_property
     def measures(self) -> dict[str, np.ndarray]:
         """Each measure of the `[n]` examples, a mean over their completions; the headline first."""
-        parts = {name: x for name, x in self.rewards.parts.items() if name != self.success}
-        values = {self.success: self.right, **parts} | {REWARD: self.rewards.total}
-        return {name: means(x) for name, x in values.items()}
+        others = {name: x for name, x in self.rewards.parts.items() if name != self.success}
+        values = {self.success: self.right, **others} | {REWARD: self.rewards.total}
+        return {name: means(of_completions) for name, of_completions in values.items()}
 
 
 def headline(record: Mapping[str, object]) -> str:

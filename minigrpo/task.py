@@ -22,7 +22,7 @@ class TokenBatch:
 
 
 class Task:
-    """An endless supply of prompts, and scores for completions. Subclass it for your own task.
+    """An endless supply of prompts, and scores for completions. A task of your own subclasses it.
 
     A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
     (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
@@ -33,14 +33,12 @@ class Task:
     # the part that is 1 for a right completion; EXACT and REWARD (nothing is right) need no part
     success: str = EXACT
     num_held_out: int | None = None  # distinct evaluation examples; None: endless
-    num_train: int = 0  # training examples of an epoch; 0: endless
     about: str = ""  # what the examples are and how they are scored, printed when a run starts
     token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
     speculate: bool = False  # whether completions resemble the answer: propose its tokens
-    # the environment, and the tools, of completions with several turns: see environments.py
-    environment: Any = None
+    # the environment, and the tools, of completions with several turns: see turns/
+    environment: type[Any] | None = None
     tools: Sequence[Callable[..., Any]] = ()
-    world: Any = None  # both of a task that has begun
     # 64-bit hashes of the training and the held-out questions; None: questions are made by a seed
     questions: tuple[np.ndarray, np.ndarray] | None = None
 

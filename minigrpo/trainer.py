@@ -3,7 +3,7 @@
     maybe evaluate  ->  batch  ->  num_iterations optimizer steps  ->  log  ->  maybe save
 
 Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
-weights. build.py makes the parts; speed layers, checkpoints and logs are in runtime/.
+weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and logs in run/.
 """
 
 import time
@@ -14,31 +14,30 @@ from typing import Any
 
 import torch
 
-from .build import Parts, as_objects, resolve
 from .config import Config
 from .evaluate import measure
 from .learner import Learner
 from .metrics import rollout_metrics
-from .rollout import Batches
+from .parts import Given, Parts
+from .resolve import resolve
+from .rewards import refuse_failing
+from .rollout import RolloutBatches, SupervisedBatches
 from .run import samples
 from .run.console import Console
 from .run.logging import RunLog
-from .run.run_dir import RunDir
+from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged
+from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
-from .types import REWARD, ConfigError
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
-class Trainer(Parts):
-    """A run, built from its config. Bad input is found here, before `fit` starts to work.
-
-    Its model, task, sampler, scorer and loss are those of `Parts`, each made when first used.
-    """
+class Trainer:
+    """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
     def __init__(
         self,
@@ -47,34 +46,72 @@ class Trainer(Parts):
         dist: DistContext | None = None,
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
+        why: Mapping[str, str] | None = None,
         **objects: Any,
     ) -> None:
-        """`callbacks`: called by the main process after each step; `objects`: as `as_objects`."""
-        self.dist, self.callbacks = dist or DistContext(), callbacks
-        given, console = as_objects(**objects), Console(quiet=quiet, rank=self.dist.rank)
-        # of the main process: others may lack the defaults of --model, if they cannot reach the Hub
-        config = self.dist.on_main(lambda: resolve(config, given))
-        device = pick_device(config.speed.device, self.dist.local_rank)
-        super().__init__(config, device, console, given)
-        set_up_process(config.speed, device)
-        self.run_dir = RunDir(config, self.dist, console)
-        self.check_examples()
-        rests, success, task = config.sampling.rest_solved, self.scorer.success, self.task
-        # prompts tell questions apart, but an environment may repeat or change them
-        if rests and (config.supervised or success == REWARD or not task.num_train or task.world):
-            raise ConfigError(
-                "--rest-solved needs --data, a measure of what is right, and no SFT or environment"
-            )
-        self.learner = Learner(config, self.model, self.dist, console.warn, self.loss)
-        # it may fall back to float32; `Batches` makes a sampler that has it
-        self.autocast = self.learner.autocast
-        self.learner.teacher = self.teacher
-        self.timer = PhaseTimer(device)
-        self.source = Batches(self, self.timer, self.dist, self.learner.visits)
-        # last, as it loads a checkpoint: reference and teacher are copies of the initial model
+        """
+        Args:
+            callbacks: called by the main process after each step.
+            why: what brought the values of settings, to be printed: see `config.settle`.
+            objects: in place of names and files: see `Given.of`.
+        """
+        # Each part depends on those above it alone.
+        self.dist = dist or DistContext()
+        self.callbacks = callbacks
+        self.why = why or {}
+        self.console = Console(quiet=quiet, rank=self.dist.rank)
+        given = Given.of(**objects)
+        folder = choose_folder(config, self.dist)
+        # all processes take the main one's, so that names mean the same to all
+        self.config = self.dist.on_main(lambda: resolve(config, given))
+        self.device = pick_device(self.config.speed.device, self.dist.local_rank)
+        set_up_process(self.config.speed, self.device)
+
+        self.parts = Parts(self.config, self.device, self.console, given)
+        self.tokenizer = self.parts.tokenizer
+        self.task = self.parts.task
+        self.scorer = self.parts.scorer  # of the task
+        loss = self.parts.loss  # users' files have been run, before weights are loaded
+        self.model = self.parts.model  # fits the tokenizer
+        self.parts.check_examples()  # they fit the model
+        self.learner = Learner(  # gives all processes the model of the main one
+            self.config,
+            self.model,
+            loss,
+            precision=self.parts.precision,
+            dist=self.dist,
+            warn=self.console.warn,
+        )
+        self.sampler = self.parts.sampler  # of the model, for the task
+        self.teacher = self.parts.teacher  # the model as it is now, unless another is named
+        self.reference = self.parts.reference
+        self.timer = PhaseTimer(self.device)
+        self.source = self._batch_source()
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
-        self.run_dir.open(self.learner.load_state_dict, facts, self.task.questions)
+        self.run_dir = RunDir(
+            folder, self.config, self.dist, self.console, facts, self.task.questions
+        )
+        self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
+
+    def _batch_source(self) -> SupervisedBatches | RolloutBatches:
+        prompts_per_step = self.config.sampling.prompts_per_step
+        share = self.dist.share(prompts_per_step)
+        prefetcher = ExamplePrefetcher(self.task, prompts_per_step, share)
+        if self.config.supervised:
+            context = self.model.shape.context
+            return SupervisedBatches(prefetcher, self.tokenizer, context, self.timer)
+        return RolloutBatches(
+            self.config,
+            prefetcher,
+            self.sampler,
+            self.scorer,
+            self.learner.loss,
+            self.reference,
+            self.teacher,
+            self.dist,
+            self.timer,
+        )
 
     @property
     def step(self) -> int:
@@ -89,10 +126,15 @@ class Trainer(Parts):
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        log, began = self.log, time.perf_counter()
+        log = self.log
+        began = time.perf_counter()
         self.evaluations = self.dist.on_main(lambda: log.evaluated)
         self.console.introduce(
-            self.config, self.task, self.scorer.weights, self.dist.world_size, self.device.type
+            self.config,
+            self.why,
+            self.task,
+            self.scorer.weights,
+            f"{self.dist.world_size} x {self.device.type}",
         )
         try:
             with StopRequest(self.console.warn) as request:
@@ -117,7 +159,8 @@ class Trainer(Parts):
 
     def _train(self, request: StopRequest) -> str:
         """Train to the end, or until asked to stop; return why it stopped before, or ""."""
-        run, stopped = self.config.run, ""
+        run = self.config.run
+        stopped = ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
         with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not stopped:
@@ -135,7 +178,9 @@ class Trainer(Parts):
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
-        log, step, start = self.log, self.step, time.perf_counter()
+        log = self.log
+        step = self.step
+        start = time.perf_counter()
         batch = self.source.batch(step)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
@@ -154,15 +199,17 @@ class Trainer(Parts):
             return
 
         def on_main() -> dict[str, Estimate]:
-            found, greedy, drawn = measure(self.sampler, self.scorer)
-            samples.log_held_out(self.log, greedy, drawn, self.step)
-            return found
+            evaluation = measure(self.sampler, self.scorer)
+            if self.step == 0:  # or its zeros would be the curve's first point
+                refuse_failing(evaluation.sampled.rewards)
+            samples.log_held_out(self.log, evaluation.greedy, evaluation.sampled, self.step)
+            return evaluation.measures
 
-        found = self.dist.on_main(on_main)
-        values = {name: x.value for name, x in found.items()}
+        measures = self.dist.on_main(on_main)
+        values = {name: estimate.value for name, estimate in measures.items()}
         self.evaluations.append({"step": self.step, **values})
         self.log.evaluation(self.step, values)  # last: a resume takes it as done
-        self.console.evaluation(self.step, found)
+        self.console.evaluation(self.step, measures)
 
     def _summarise(self, status: str, reason: str, began: float) -> dict[str, Any]:
         """Write summary.json, unlock the folder, and return what was written."""

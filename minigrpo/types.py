@@ -4,6 +4,7 @@ P prompts, of at most Lp tokens; G completions per prompt, of at most S tokens. 
 once per group, and padding is always on the right.
 """
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -37,15 +38,28 @@ class Example:
 class Dialogue(str):
     """The text of a completion of several turns: the policy's last one, with all that was said."""
 
-    messages: Sequence[Mapping[str, Any]]  # after the prompt: role, content
-    turns: int  # of the policy
-    cut: bool  # ended by a limit, although the environment had answered
-    failed: bool  # its environment raised an error or took too long
-    rewards: Mapping[str, float]  # of its environment, by name
+    messages: Sequence[Mapping[str, Any]] = ()  # after the prompt: role, content
+    turns: int = 1  # of the policy
+    cut: bool = False  # ended by a limit, although the environment had answered
+    failed: bool = False  # its environment raised an error or took too long
+    rewards: Mapping[str, float] = {}  # of its environment, by name
+
+    def __new__(cls, text: str, **fields: Any) -> "Dialogue":
+        dialogue = super().__new__(cls, text)
+        vars(dialogue).update(fields)
+        return dialogue
 
 
-class Rows(Sized):
-    """A dataclass with a row for each prompt in its tensors, arrays, lists and other `Rows`.
+def digest(value: object) -> str:
+    """Equal for values that are written alike, such as examples that ask the same."""
+    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+class PerPrompt(Sized):
+    """A dataclass with a row for each prompt: in its tensors, arrays, lists, and in those inside.
 
     A group is never split: all completions of a prompt are in its row. The first field has rows.
     """
@@ -53,54 +67,57 @@ class Rows(Sized):
     def __len__(self) -> int:
         return len(next(iter(vars(self).values())))
 
-    def each(self, change: Callable[..., Any], *others: Self) -> Self:
-        """A copy, in which `change` was applied to all that has rows, and to counts."""
-
-        def changed(x: Any, *same: Any) -> Any:
-            if isinstance(x, Rows):
-                return x.each(change, *same)
-            if isinstance(x, dict):
-                return {name: changed(x[name], *(y[name] for y in same)) for name in x}
-            return None if x is None else change(x, *same)
-
-        return type(self)(**changed(vars(self), *map(vars, others)))
-
     def to(self, device: torch.device | str) -> Self:
-        return self.each(lambda x: x.to(device) if isinstance(x, Tensor) else x)
+        moved = {
+            name: value.to(device) if isinstance(value, Tensor | PerPrompt) else value
+            for name, value in vars(self).items()
+        }
+        return type(self)(**moved)
 
-    def select(self, prompts: Sequence[int] | Tensor) -> Self:
-        """Some of the prompts; counts stay as they are."""
-        rows = np.asarray(prompts, dtype=np.int64)
-
-        def selected(x: Any) -> Any:
-            if isinstance(x, Tensor | np.ndarray):
-                return x[rows]
-            return [x[row] for row in rows] if isinstance(x, list) else x
-
-        return self.each(selected)
+    def select(self, rows: Sequence[int] | np.ndarray) -> Self:
+        """Some of the prompts, by their numbers, in any order; counts stay as they are."""
+        return type(self)(**{name: _selected(value, rows) for name, value in vars(self).items()})
 
     def split(self, num_prompts: int) -> list[Self]:
         """Micro-batches of at most `num_prompts` prompts."""
-        return [self.select(rows) for rows in torch.arange(len(self)).split(num_prompts)]
+        rows = np.arange(len(self))
+        starts = range(0, len(self), num_prompts)
+        return [self.select(rows[start : start + num_prompts]) for start in starts]
 
     def join(self, other: Self) -> Self:
         """These prompts and then others, padded to the longest; counts are added."""
+        theirs = vars(other)
+        return type(self)(**{name: _joined(x, theirs[name]) for name, x in vars(self).items()})
 
-        def joined(a: Any, b: Any) -> Any:
-            if isinstance(a, np.ndarray):
-                return np.concatenate([a, b])
-            if not isinstance(a, Tensor):
-                return a + b
-            longest = max(a.shape[-1], b.shape[-1])
-            if a.dim() > 1:
-                a, b = (torch.nn.functional.pad(x, (0, longest - x.shape[-1])) for x in (a, b))
-            return torch.cat([a, b])
 
-        return self.each(joined, other)
+def _selected(value: Any, rows: Sequence[int] | np.ndarray) -> Any:
+    if isinstance(value, PerPrompt):
+        return value.select(rows)
+    if isinstance(value, Tensor | np.ndarray):
+        return value[rows]
+    if isinstance(value, dict):
+        return {name: _selected(x, rows) for name, x in value.items()}
+    return [value[row] for row in rows] if isinstance(value, list) else value
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, PerPrompt):
+        return first.join(second)
+    if isinstance(first, dict):
+        return {name: _joined(x, second[name]) for name, x in first.items()}
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, second])
+    if isinstance(first, Tensor):
+        if first.dim() > 1:
+            width = max(first.shape[-1], second.shape[-1])
+            first = torch.nn.functional.pad(first, (0, width - first.shape[-1]))
+            second = torch.nn.functional.pad(second, (0, width - second.shape[-1]))
+        return torch.cat([first, second])
+    return None if first is None else first + second
 
 
 @dataclass(frozen=True)
-class Completions(Rows):
+class Completions(PerPrompt):
     """Sampled completions, or the true answers in supervised fine-tuning.
 
     In a dialogue, a completion is all that follows the prompt: the turns of the policy, and between
@@ -122,9 +139,9 @@ class Completions(Rows):
 
     def ended(self, stops: Collection[int]) -> Tensor:
         """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
-        last = (self.completion_len - 1).clamp(min=0)
-        ends = torch.tensor(sorted(stops), dtype=torch.int64)
-        return torch.isin(self.completion_ids.gather(-1, last[..., None])[..., 0], ends)
+        last_column = (self.completion_len - 1).clamp(min=0)[..., None]
+        last_token = self.completion_ids.gather(-1, last_column)[..., 0]
+        return torch.isin(last_token, torch.tensor(sorted(stops), dtype=torch.int64))
 
     @property
     def behavior_logp(self) -> Tensor | None:
@@ -135,7 +152,7 @@ class Completions(Rows):
 
 
 @dataclass(frozen=True)
-class RewardTable(Rows):
+class RewardTable(PerPrompt):
     """Scores of P x G texts by reward function; `total` is the weighted sum."""
 
     total: np.ndarray  # [P, G] float64
@@ -149,8 +166,8 @@ class RewardTable(Rows):
 
 
 @dataclass(frozen=True)
-class RolloutBatch(Rows):
-    """A step's batch. The learner itself fills in `old_logp` and `teacher_logp`.
+class RolloutBatch(PerPrompt):
+    """A step's batch. The learner itself fills in `old_logp`.
 
     Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are five
     kinds:

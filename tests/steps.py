@@ -12,8 +12,12 @@ import numpy as np
 import torch
 
 from minigrpo import Config, Trainer
-from minigrpo.model.transformer import ModelShape
+from minigrpo.learner import Learner
+from minigrpo.losses import LossSpec
+from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.runtime.device import Precision
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.guard import NonFiniteGuard
 from minigrpo.types import Completions
 
 from .tiny import TINY, tiny_chess_model
@@ -95,6 +99,15 @@ def make_trainer(
         if trainer.reference:
             trainer.reference.model.wte.weight.mul_(1.1)
     return trainer
+
+
+def make_learner(
+    config: Config, model: Transformer, loss: LossSpec, dist: DistContext | None = None
+) -> Learner:
+    """A learner alone, without a run."""
+    precision = Precision(config.speed, model.device, NonFiniteGuard())
+    dist = dist or DistContext()
+    return Learner(config, model, loss, precision=precision, dist=dist, warn=print)
 
 
 def bits(trainer: Trainer) -> str:

@@ -14,13 +14,14 @@ import pytest
 from safetensors.torch import load_file
 
 import minigrpo
-from minigrpo.build import Parts, as_objects, resolve
 from minigrpo.config import Config
 from minigrpo.defaults import Size, settings_for
 from minigrpo.metrics import Graded, headline
 from minigrpo.model.transformer import ModelShape
+from minigrpo.parts import Given, Parts
+from minigrpo.resolve import resolve
 from minigrpo.tools.cli import main
-from minigrpo.tools.doctor import HELD_OUT, diagnose
+from minigrpo.tools.doctor import RIGHT_SHARE, diagnose
 from minigrpo.tools.runs import read_run
 from minigrpo.types import REWARD, ConfigError, Example, RewardTable
 
@@ -74,8 +75,9 @@ def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
     found = read_run(run.folder, print)
     assert found.success == headline(found.evaluations[-1]) == REWARD
     assert "exact" not in run.evaluations and math.isnan(found.shares[-1].low)
-    assert float(found.ends()[3]) == pytest.approx(run.evaluations["reward_sampled"][-1], abs=1e-3)
-    assert HELD_OUT not in [rule.series for rule, _ in diagnose(found)]
+    last = float(found.overview()[3])
+    assert last == pytest.approx(run.evaluations["reward_sampled"][-1], abs=1e-3)
+    assert RIGHT_SHARE not in [rule.series for rule, _ in diagnose(found)]
 
 
 def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_task_auto(
     data: Any, functions: Any, task: str, args: Mapping[str, str], paid: Mapping[str, float]
 ) -> None:
     given = {"data": data} if isinstance(data, str) else {}
-    objects = as_objects(rewards=functions, **({} if given else {"data": data}))
+    objects = Given.of(rewards=functions, data=None if given else data)
     config = resolve(Config.of(**given), objects)
     assert (config.task.name, config.task.task_args) == (task, args)
     assert config.task.reward_weights == paid
@@ -157,7 +159,7 @@ class Counter:
 
 
 def test_rewards_are_any_callables_of_the_right_form() -> None:
-    (made,) = Parts(Config(), objects=as_objects(rewards=Counter())).functions
+    (made,) = Parts(Config(), given=Given.of(rewards=Counter())).functions
     assert made.name == "Counter" and made.values([Example("a")], ["abc"]).tolist() == [3]
     wrong: list[Callable[..., Any]] = [
         lambda prompts, completions, **columns: [0.0],
@@ -174,6 +176,7 @@ def test_a_reward_that_never_works_ends_the_run(model: str, tmp_path: Path) -> N
 
     with pytest.raises(ConfigError):
         minigrpo.train(model=model, data=ROWS, rewards=[digits, broken], out_dir=tmp_path, **SIZES)
+    assert not (tmp_path / "eval.jsonl").read_text()  # its zeros would be the first of the curve
 
 
 def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path) -> None:
@@ -194,7 +197,7 @@ def test_a_transformer_gets_the_defaults_of_its_size() -> None:
         def parameters(self) -> list[Any]:
             return [SimpleNamespace(numel=lambda: 500_000_000)]
 
-    fitted = settings_for(Size.of(Large()), Config.of(lora_rank=4))
+    fitted = settings_for(Size.of(Large()), {"lora_rank": 4})
     assert fitted["learning_rate"] == 1e-5 and fitted["max_new_tokens"] == 512
 
 

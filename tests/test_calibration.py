@@ -106,8 +106,8 @@ def test_other_judges_say_what_is_right(tmp_path: Path) -> None:
     sums = [{"question": "30+42?", "answer": "It is\n#### 72"}]
     maths = Calibration(0, (), [sums], judge="math")
     for answer, right in (("#### 72 clips", 1), ("72", 1), ("\\boxed{72}", 1), ("73", 0)):
-        found = maths.score(maths.held_out(0), f"{answer}<confidence>0.5</confidence>")
-        assert found["correct"] == right
+        scores = maths.score(maths.held_out(0), f"{answer}<confidence>0.5</confidence>")
+        assert scores["correct"] == right
 
 
 def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
@@ -119,10 +119,12 @@ def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
 
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:
-    task, answers = Calibration(0), dict[str, list[str]]()
+    task = Calibration(0)
+    answers = dict[str, list[str]]()
     for number in range(2000):
         example = task.train(number)
-        possible, answer = example.fields["possible"], example.fields["true_answer"]
+        possible = example.fields["possible"]
+        answer = example.fields["true_answer"]
         shown, hint = example.prompt.removesuffix(": ").split(", ")
         assert shown.count("_") == 1 and answer in possible
         assert example.kind == f"1 of {len(possible)}"

@@ -2,15 +2,12 @@
 
 import gzip
 import hashlib
-import runpy
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import chess
 import pytest
-from chess.engine import Cp, PovScore, SimpleEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +16,7 @@ from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tasks.chess_files import parse_line, position_of
-from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, is_held_out
+from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, position_is_held_out
 from minigrpo.types import Example
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -50,11 +47,13 @@ def everything(task: Task) -> tuple[list[Example], list[Example]]:
 )
 def test_the_examples_of_a_seed_never_change(seed: int, args: dict[str, Any], digest: str) -> None:
     """Models that exist were trained on these, and are evaluated on these."""
-    task, found = load_task("chess-env", seed=seed, args=args), hashlib.sha256()
+    task = load_task("chess-env", seed=seed, args=args)
+    made = hashlib.sha256()
     for i in range(20):
-        for x in (task.train(i), task.held_out(i)):
-            found.update(repr((x.prompt, x.answer, x.index, x.kind)).encode())
-    assert found.hexdigest()[:16] == digest
+        for example in (task.train(i), task.held_out(i)):
+            parts = (example.prompt, example.answer, example.index, example.kind)
+            made.update(repr(parts).encode())
+    assert made.hexdigest()[:16] == digest
 
 
 def test_examples_are_true_legal_and_in_their_split() -> None:
@@ -66,12 +65,13 @@ def test_examples_are_true_legal_and_in_their_split() -> None:
     assert 0.02 < kinds["illegal"] / len(train) < 0.09
     for example in train:
         fen, move = parts_of(example)
-        assert is_valid_fen(fen) and not is_held_out(fen)
+        assert is_valid_fen(fen) and not position_is_held_out(fen)
         assert chess.Board(fen).is_legal(chess.Move.from_uci(move)) == (example.kind != "illegal")
         assert (example.answer, example.kind) == transition(fen, move)
         assert set(env.score(example, example.answer).values()) == {1.0}
-    assert all(is_held_out(parts_of(example)[0]) for example in held_out)
-    assert is_held_out(START) == is_held_out(START.replace("0 1", "7 31"))  # clocks do not matter
+    assert all(position_is_held_out(parts_of(example)[0]) for example in held_out)
+    later = START.replace("0 1", "7 31")  # clocks do not matter
+    assert position_is_held_out(START) == position_is_held_out(later)
 
 
 # --- chess-env scores -----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games:
         for san in moves.split():
             before = board.fen(en_passant="fen")
             plies[before, board.push_san(san).uci()] += 1
-    trained = {ply: n for ply, n in plies.items() if not is_held_out(ply[0])}
+    trained = {ply: n for ply, n in plies.items() if not position_is_held_out(ply[0])}
     assert Counter(map(parts_of, train)) == trained  # as often as it was played
     asked = [position_of(x) for x in held_out]
     assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - trained})  # once
@@ -230,15 +230,17 @@ def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: 
     """Every other line is written as python-chess does by default: no en passant square unless a
     pawn can capture.
     """
-    path, lines, play = tmp_path / "lines.txt", list[str](), SelfPlay(0, history=2)
+    path = tmp_path / "lines.txt"
+    play = SelfPlay(0, history=2)
+    lines = list[str]()
     for i in range(96):
         example = play.train(i) if i % 4 else play.held_out(i)
         fen, move = parts_of(example)
-        line, short = example.prompt + example.answer, chess.Board(fen).fen()
         if example.kind != "illegal":
+            short = chess.Board(fen).fen()
             history = example.prompt.split("+")[2].replace(",", " ")
             lines.append(f"{short}+{move}+{history}+{transition(fen, move)[0]}")
-        lines.append(line)
+        lines.append(example.prompt + example.answer)
     raw = [line.encode() for line in lines]
     path.write_bytes(b"\n".join([b"nonsense", *raw[:60], b"", b"P: no", b"\xff", *raw[60:]]))
     env = load_task("chess-env", seed=0, data=str(path))
@@ -248,42 +250,30 @@ def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: 
     assert positions[0] and not positions[0] & positions[1]
     assert len(positions[1]) == len(held_out)  # each is evaluated once
     for example in [*train, *held_out]:
-        assert is_held_out(position_of(example)) == (example in held_out)
+        assert position_is_held_out(position_of(example)) == (example in held_out)
         assert set(env.score(example, example.answer).values()) == {1.0}
 
 
 # --- examples -------------------------------------------------------------------------------------
 
 
-class Engine:
-    """Evaluates the first two legal moves, the second one higher."""
-
-    def __init__(self) -> None:
-        self.asked = list[str]()
-
-    def analyse(self, board: chess.Board, *_: Any, **__: Any) -> list[dict[str, Any]]:
-        self.asked.append(board.fen())
-        scores = [PovScore(Cp(25 + i), board.turn) for i in range(2)]
-        moves = sorted(board.legal_moves, key=str)
-        return [{"pv": [m], "score": score} for m, score in zip(moves, scores, strict=False)]
+def advised(fen: str, evaluations: str) -> str:
+    """A line of best_move.py's data: as many legal moves as evaluations, the first one the best."""
+    moves = [move.uci() for move in chess.Board(fen).legal_moves][: len(evaluations.split())]
+    return f"P: {fen} M: {' '.join(moves)} E: {evaluations} B: {moves[0]}"
 
 
-def test_annotations_are_data_for_best_move_and_no_position_is_analysed_twice(
-    tmp_path: Path, games: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, engine = tmp_path / "annotated.txt", Engine()
-    monkeypatch.setattr(SimpleEngine, "popen_uci", lambda name: nullcontext(engine))
-    main = runpy.run_path(str(EXAMPLES / "annotate.py"))["main"]
-    main(out, n=6, positions_from=games)
-    whole = out.read_bytes()
-    out.write_bytes(whole[:-20])  # as if it had been killed while it wrote
-    main(out, n=100, positions_from=games)  # more than there are
-    assert out.read_bytes().startswith(whole) and whole.count(b"\n") == 6
-    assert len(engine.asked) == len(out.read_text().splitlines()) + 1 == len({*engine.asked}) + 1
-    task = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(out))
+def test_best_move_reads_its_lines_and_scores_each_part(tmp_path: Path) -> None:
+    path = tmp_path / "advised.txt"
+    play = SelfPlay(0)
+    fens = {position_of(play.train(number)) for number in range(40)}
+    fens = {fen for fen in fens if chess.Board(fen).legal_moves.count() > 1}
+    path.write_text("".join(advised(fen, "0.26 0.25") + "\n" for fen in sorted(fens)))
+    task: Any = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(path))
+    assert task.num_held_out and task.source.num_train + task.num_held_out == len(fens) > 20
     for example in (task.train(0), task.held_out(0)):
         assert set(task.score(example, example.answer).values()) == {1.0}
-        assert " 0.26 0.25 " in example.answer  # best first
+        assert f"{example.prompt}{example.answer}" in path.read_text().splitlines()
     best = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 999.98 B: e2e4")
     for text, expected in {
         " M: g1f3 e2e4 d2d4 E: 20 0.4 0.3 B: e2e4": (1, 1, 1, 1, 1),  # in any order

@@ -142,7 +142,8 @@ def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not()
     task = Code(0)
     example = task.train(0)
     shown = dict(text[2:].split(")=") for text in example.prompt.split("\n")[0].split())
-    right, table = example.fields["code"], f" return int({shown}[str(x)])"
+    right = example.fields["code"]
+    table = f" return int({shown}[str(x)])"
     scores = task.score_batch([example] * 4, [right, right + " # ", table, " return"])
     assert scores["passed"] == [1, 1, 0, 0]
     assert scores["tests"][2] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))

@@ -10,7 +10,7 @@ import pytest
 
 from minigrpo.config import Config
 from minigrpo.runtime.statistics import Difference, mcnemar
-from minigrpo.tools.compare import differences, settings_of
+from minigrpo.tools.compare import differences, runs_by_setting
 from minigrpo.tools.runs import read_run
 
 from .test_tools import call
@@ -48,7 +48,7 @@ def write_run(
 
 def compared(*runs: Path, pool: bool = False) -> dict[str, Difference]:
     """The tests of the second setting against the first by measure."""
-    first, second = settings_of([read_run(run, print) for run in runs], pool).values()
+    first, second = runs_by_setting([read_run(run, print) for run in runs], pool).values()
     return differences(first, second)
 
 

@@ -10,9 +10,9 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.config import Config, places, read_pairs
-from minigrpo.defaults import Size, settings_for
-from minigrpo.task_table import TASKS
+from minigrpo import Trainer, defaults
+from minigrpo.config import Config, places, read_flags, read_pairs, settle
+from minigrpo.defaults import TASKS, Size, settings_for
 from minigrpo.tools.cli import run_command
 from minigrpo.trl_words import TRL_WORDS, hint
 from minigrpo.types import ConfigError
@@ -32,7 +32,7 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
     assert config.sampling.group_size == 7  # the flag
     assert Config.from_cli(files).sampling.group_size == 5  # the later file
     assert config.sampling.prompts_per_step == 6 and config.run.max_steps == 9  # the files
-    assert config.sampling.max_new_tokens == TASKS["code"].settings["max_new_tokens"]  # the task
+    assert config.sampling.max_new_tokens == TASKS["code"].small["max_new_tokens"]  # the task
     assert config.sampling.temperature == 1.0  # the default
 
 
@@ -51,15 +51,17 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     assert Config.of(model=str(run)).sampling.max_new_tokens == 80  # that of its own model
     assert Config.from_toml(run / "config.toml") == config
     (tmp_path / "model/model.safetensors").unlink()  # random weights are not published
-    for other in (model, str(run), "scratch", "nowhere/at-all", str(tmp_path)):
+    for other in (model, str(run), "scratch", str(tmp_path)):
         assert Config.of(model=other).replace(model="shipped") == Config()
+    with pytest.raises(ConfigError):  # with the learning rate of small models it would break
+        Config.of(model="nowhere/at-all")
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
     def fit(millions: int, **how: Any) -> dict[str, Any]:
-        config = Config.of(lora_rank=4 * lora, device="cpu", **how)
-        return settings_for(Size(millions * 10**6, 32_768), config)
+        given = {"lora_rank": 4 * lora, "device": "cpu", **how}
+        return settings_for(Size(millions * 10**6, 32_768), given)
 
     assert "learning_rate" not in fit(49)
     rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
@@ -69,6 +71,26 @@ def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
     assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
     for millions in (1, 100, 500, 7000):
         Config.of(**fit(millions))
+
+
+def test_a_start_builds_a_config_twice_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From what is given, and with what names stand for."""
+    built: list[Any] = []
+    validate = Config.model_validate
+
+    def counted(settings: Any) -> Config:
+        built.append(settings)
+        return validate(settings)
+
+    monkeypatch.setattr(Config, "model_validate", counted)
+    model = tiny.tiny_chess_model(tmp_path / "model")
+    settings = {**tiny.TINY, "model": model, "out_dir": tmp_path / "run"}
+    settings["reward_weights"] = "similarity=1"
+    config, why = settle(read_flags(tiny.flags(settings)))
+    Trainer(config, why=why, quiet=True)
+    assert len(built) == 2
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
@@ -142,7 +164,8 @@ def test_settings_that_cannot_work_are_refused_however_they_are_given(bad: dict[
     assert ended.value.code == 2
 
 
-def test_every_preset_is_valid_and_found_by_its_name() -> None:
+def test_every_preset_is_valid_and_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
     for preset in ROOT.glob("configs/*.toml"):
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
 
@@ -160,6 +183,7 @@ def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> Non
 def test_a_preset_finds_its_shape_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
     monkeypatch.chdir(tmp_path)
     assert (Path(Config.from_toml("chess-sft").model.name) / "config.json").is_file()
     assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from examples.countdown_sft import RandomSearches, random_search
 from examples.countdown_tool_sft import CALL, MAX_CALLS, RandomCalls
 from minigrpo.config import Config
-from minigrpo.environments import calls_of
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
 from minigrpo.runtime.rng import stream
@@ -30,7 +29,8 @@ from minigrpo.tasks.countdown import (
     result,
     solves,
 )
-from minigrpo.tools.evaluate import load
+from minigrpo.tools.common import open_parts
+from minigrpo.turns.tools import calls_of
 from minigrpo.types import ConfigError, Dialogue, Example
 
 from .tiny import write_jsonl
@@ -149,10 +149,10 @@ def test_the_last_tags_count_else_the_last_line() -> None:
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 100), min_size=2, max_size=6))
 def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> None:
-    value, steps, expression = random_attempt(stream(seed, "attempt"), numbers)
-    assert result(expression, numbers) == value
-    assert result(steps, numbers) == value
-    assert value >= 0 if 0 in numbers else 0 < value <= LARGEST
+    attempt = random_attempt(stream(seed, "attempt"), numbers)
+    assert result(attempt.expression, numbers) == attempt.value
+    assert result(attempt.steps, numbers) == attempt.value
+    assert attempt.value >= 0 if 0 in numbers else 0 < attempt.value <= LARGEST
     lines = re.split("[<>]", random_search(stream(seed, "search"), numbers, 7))
     assert len(set(lines)) == len(lines)
     assert all(result(line, numbers) is not None for line in lines)
@@ -193,7 +193,8 @@ def test_bad_lines_difficulties_and_forms_are_refused() -> None:
 
 
 def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
-    task, chat = RandomSearches(0), Countdown(0, form="chat")
+    task = RandomSearches(0)
+    chat = Countdown(0, form="chat")
     for number in range(40):
         example = task.train(number)
         assert task.score(example, example.answer)["format"] == 1
@@ -215,7 +216,8 @@ def test_the_calculator_never_raises() -> None:
 
 
 def test_a_dialogue_that_is_begun_goes_on_until_a_call_hits() -> None:
-    task, plain = RandomCalls(0), CountdownTool(0)
+    task = RandomCalls(0)
+    plain = CountdownTool(0)
     lengths = {False: Counter[int](), True: Counter[int]()}
     for number in range(120):
         example = task.train(number)
@@ -246,7 +248,7 @@ def said(text: Dialogue, role: str) -> list[str]:
 
 
 def test_the_model_that_ships_calls_the_calculator() -> None:
-    parts = load(Config.of(task="countdown-tool"), Console())
+    parts = open_parts(Config.of(task="countdown-tool"), Console())
     done = grade(parts.sampler, parts.scorer, held_out(parts.task, 8), 4)
     answered = 0
     for text in (text for group in done.texts for text in group):

@@ -11,7 +11,15 @@ import pytest
 
 from minigrpo.task import Task
 from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
-from minigrpo.tasks.data import Rows, parse_any, parse_pair, question_key
+from minigrpo.tasks.data import (
+    Row,
+    Rows,
+    parse_any,
+    parse_episode,
+    parse_pair,
+    question_key,
+    tell_apart,
+)
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
 from minigrpo.types import ConfigError, Example
 
@@ -113,6 +121,26 @@ def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
         Rows(0, ([*few, {"answer": "1"}],), (), parse_pair)
 
 
+def test_what_an_environment_reads_tells_rows_apart_where_questions_are_few() -> None:
+    def asked(num_questions: int, is_read: bool = True) -> list[Row]:
+        records = [{"prompt": f"{i % num_questions}", "seed": i} for i in range(20)]
+        return [parse_episode(record, is_read=is_read) for record in records]
+
+    for num_questions, num_keys in ((1, 20), (9, 20), (10, 10), (20, 20)):
+        rows = asked(num_questions)
+        told_apart, nothing = tell_apart(rows, [])
+        assert len({row.question for row in told_apart}) == num_keys and not nothing
+        assert [row.example for row in told_apart] == [row.example for row in rows]
+    # the questions of both files count together, so that a question has one key in both
+    for num_questions, are_few in ((9, True), (10, False)):
+        rows = asked(num_questions)
+        told_apart, evaluated = tell_apart(rows, rows[:3])
+        assert evaluated == told_apart[:3] and (evaluated != rows[:3]) == are_few
+    # tools alone read nothing of a row
+    assert tell_apart(asked(3, is_read=False), [])[0] == asked(3, is_read=False)
+    assert parse_episode({"seed": 1}, is_read=False).question != ""
+
+
 def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
     for num_rows in (0, 1):
         path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
@@ -181,9 +209,9 @@ def test_the_keys_of_published_files_are_known() -> None:
         ({"prompt": "a", "answer": math.nan, "solution": 0.5}, "0.5"),  # pandas' missing value
     ]
     for record, answer in expected:
-        question, example, *_ = parse_pair(record)
-        assert (question, example.prompt, example.answer) == ("a", "a", answer)
-        assert example.fields == record and not example.messages
+        row = parse_pair(record)
+        assert (row.question, row.example.prompt, row.example.answer) == ("a", "a", answer)
+        assert row.example.fields == record and not row.example.messages
 
 
 USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
@@ -192,21 +220,21 @@ PARTS = {**USER, "content": [{"type": "text", "text": text} for text in ("2+", "
 
 
 def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
-    for row, answer in [
+    for record, answer in [
         ({"prompt": [USER], "solution": 4}, "4"),
         ({"prompt": [USER], "completion": [FOUR], "level": 2}, "4"),
         ({"messages": [USER, FOUR]}, "4"),
         ({"messages": np.array([USER, FOUR]), "answer": np.float64(4)}, "4.0"),  # from Arrow
         ({"messages": [PARTS], "answer": "four"}, "four"),
     ]:
-        question, example, *_ = parse_pair(row)
-        assert (question, example.answer) == ("2+2?", answer)
-        assert example.messages == (USER,)
-        assert example.fields == row
-    for row in ({"prompt": [USER]}, {"prompt": "2+2?"}):
-        assert parse_any(row).question == "2+2?" and parse_any(row).example.answer == ""
+        row = parse_pair(record)
+        assert (row.question, row.example.answer) == ("2+2?", answer)
+        assert row.example.messages == (USER,)
+        assert row.example.fields == record
+    for record in ({"prompt": [USER]}, {"prompt": "2+2?"}):
+        assert parse_any(record).question == "2+2?" and parse_any(record).example.answer == ""
         with pytest.raises(ValueError):
-            parse_pair(row)
+            parse_pair(record)
     with pytest.raises(ValueError):
         parse_any({"prompt": "2+2?", "answer": [4]})
 
@@ -215,20 +243,22 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     call = {"function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "content": "4"}
-    row = {"messages": [USER, said, result]}
-    messages = parse_any(row).example.messages
+    record = {"messages": [USER, said, result]}
+    messages = parse_any(record).example.messages
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
     assert messages[1]["content"] == "" and messages[2] == result
     assert isinstance(call["function"]["arguments"], str)  # the caller's row is as it was
     other = {"function": {"name": "add", "arguments": {"a": 1, "b": 3}}}
     changed = {"messages": [USER, {**said, "tool_calls": [other]}, result]}
-    assert parse_any(changed).question != parse_any(row).question
+    assert parse_any(changed).question != parse_any(record).question
 
 
 def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
-    system, tool = {"role": "system", "content": "Be kind."}, {"role": "tool", "content": "4"}
-    question, example, *_ = parse_pair({"messages": [system, USER], "answer": "4"})
-    assert question == example.prompt == "2+2?" and example.messages == (system, USER)
+    system = {"role": "system", "content": "Be kind."}
+    tool = {"role": "tool", "content": "4"}
+    row = parse_pair({"messages": [system, USER], "answer": "4"})
+    assert row.question == row.example.prompt == "2+2?"
+    assert row.example.messages == (system, USER)
     assert question_of([system, USER, tool]) == "user: 2+2?\ntool: 4"
 
 
@@ -267,11 +297,12 @@ HUB = {"title": ["Paris", "Seine"], "sentences": [["A city.", " Big."], ["A rive
 def test_hotpotqa_lines_become_a_users_message() -> None:
     for context in (HUB, "Paris: A city. Big.\n\nSeine: A river."):
         line = {"question": "Where?", "answer": "Paris", "context": context, "level": "hard"}
-        question, example, *_ = parse_qa(line)
+        row = parse_qa(line)
+        example = row.example
         (message,) = example.messages
         assert message["role"] == "user"
         assert message["content"].startswith("Paris: A city. Big.\n\nSeine: A river.\n\nWhere?\n\n")
-        assert (question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
+        assert (row.question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
         assert example.fields["level"] == "hard"
     for changes in [{"answer": []}, {"answer": ["x", 3]}, {"answer": ""}, {"context": 3}]:
         with pytest.raises((ValueError, TypeError, IndexError, AttributeError)):
@@ -288,7 +319,7 @@ def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path)
     tagged = {
         "<answer>1</answer> no, <answer>\n2\n</answer> and so on": "\n2\n",
         "<answer>1</answer> <answer>2": "1",
-        "</answer>1<answer>": None,
-        "<answer>" * 20_000: None,
+        "</answer>1<answer>": "?",
+        "<answer>" * 20_000: "?",
     }
-    assert {text: tagged_answer(text) for text in tagged} == tagged
+    assert {text: tagged_answer(text, "?") for text in tagged} == tagged

@@ -1,24 +1,20 @@
 """Speed layers one by one: each gives the numbers of the plain path, on weights that are shared."""
 
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minigrpo import Config, Transformer
-from minigrpo.model import logprobs
-from minigrpo.model.packing import plain_attention
+from minigrpo.model import transformer
 from minigrpo.model.shape import ModelShape
 from minigrpo.runtime import device as layers
-from minigrpo.sampling.generate import Generation
 from minigrpo.types import ConfigError
-
-from .steps import make_trainer
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab_size=23, context=40, layers=2, width=16, heads=2)
@@ -44,66 +40,6 @@ def test_each_local_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     found = [layers.pick_device(name, 3) for name in ("auto", "cuda", "cuda:1")]
     assert found == chosen == [torch.device("cuda", n) for n in (3, 3, 1)]
-
-
-def test_an_apple_gpu_serves_one_process_without_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    mps = torch.device("mps")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert layers.pick_device("mps") == mps
-    assert not layers.grad_scaler(config(device="mps", use_amp=True).speed, mps).is_enabled()
-    with pytest.raises(ConfigError):
-        layers.pick_device("mps", local_rank=1)
-    with pytest.raises(ConfigError):
-        layers.grad_scaler(config(use_amp=True, amp_dtype="float16").speed, mps)
-    with pytest.raises(ConfigError):
-        config(device="mps", compile_model=True)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ConfigError):
-        layers.pick_device("mps")
-
-
-class NoFloat64(TorchDispatchMode):
-    """An operation that gives float64 fails, as on an Apple GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            assert not (isinstance(x, Tensor) and x.dtype == torch.float64), func
-        return out
-
-
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2, "base_dtype": "nf4", "use_amp": True}])
-def test_what_a_device_computes_is_without_float64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
-    """Of a step, all but rewards and advantages, which are computed on the host."""
-    settings |= {"kl_coef": 0.1, "num_iterations": 2, "top_p": 0.9, "device": "cpu"}
-    run = make_trainer(tmp_path / "run", dtype=torch.float32, max_steps=1, **settings)
-    monkeypatch.setitem(logprobs.MAX_LOGITS, "cpu", 1)  # in chunks
-    monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 2)
-    for owner, name in (
-        (Generation, "_enter"), (Generation, "_run_round"), (Generation, "_update_slots"),
-        (run.reference, "logp"), (run.learner, "learn"),
-    ):  # fmt: skip
-        plain = getattr(owner, name)
-
-        def watched(*args: Any, plain: Any = plain) -> Any:
-            with NoFloat64():
-                return plain(*args)
-
-        monkeypatch.setattr(owner, name, watched)
-    run.one_step()
-    run.run_dir.close()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_without_kernels_is_attention(causal: bool) -> None:
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 7, 5, generator=draw).double() for _ in range(3))
-    mask = None if causal else torch.randn(7, 7, generator=draw).double()
-    how: dict[str, Any] = {"attn_mask": mask, "is_causal": causal}
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
-    torch.testing.assert_close(plain_attention(q, k, v, **how), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
@@ -135,23 +71,31 @@ def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> Non
 def test_training_layers_do_not_touch_the_samplers_model(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = list[torch.nn.Module]()
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    compiled, ran = set[str](), list[str]()
+
+    def fake_compile(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert dynamic
+        compiled.add(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    monkeypatch.setattr(transformer, "compiled_part", cache(transformer.compiled_part.__wrapped__))
     model = Transformer(SHAPE, seed=1)
-    trained = layers.with_training_layers(config(**{option: True}), model)
+    trained = model.for_training(
+        checkpointing=option == "gradient_checkpointing", compiled=option == "compile_model"
+    )
     assert all(a is b for a, b in zip(model.parameters(), trained.parameters(), strict=True))
     assert [*model.state_dict()] == [*trained.state_dict()]
-    assert model.run_block is not layers.recompute and not {*compiled} & {*model.modules()}
+    model.h[0].register_forward_pre_hook(lambda *_: ran.append("sampler"))
+    trained.h[0].register_forward_pre_hook(lambda *_: ran.append("learner"))
+    loss_of(model).backward()
+    assert not compiled and ran == ["sampler"]
+    loss_of(trained).backward()
     if option == "compile_model":
-        assert compiled == [*trained.h]
-        assert all(a.attention is not b.attention for a, b in zip(trained.h, model.h, strict=True))
+        assert compiled == {"before_attention", "after_attention"}
+        assert ran == ["sampler", "learner"]
     else:
-        ran = list[int]()
-        trained.h[0].register_forward_pre_hook(lambda *_: ran.append(1))
-        trained.logits(IDS)
-    if option == "gradient_checkpointing":
-        loss_of(trained).backward()
-        assert len(ran) == 3  # the last time to recompute
+        assert not compiled and ran == ["sampler", "learner", "learner"]  # again in the backward
 
 
 def test_tf32_is_set_for_the_process() -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from minigrpo import Config
-from minigrpo.run.checkpoint import load_checkpoint
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
@@ -92,7 +91,7 @@ def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
 
     settings = {**tiny.TINY, **STEPS, "model": str(folder / "model"), "out_dir": str(out_dir)}
     settings |= {"data": str(folder / "rows.jsonl"), "eval_data": str(folder / "held_out.jsonl")}
-    settings |= {"task": "prompts", "rewards": str(folder / "solved.py"), "rest_solved": 1}
+    settings |= {"task": "prompts", "rewards": str(folder / "solved.py")}
     Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
 
 
@@ -148,10 +147,6 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
             for key in a:
                 if not any(word in key for word in ("time", "memory", "difference")):
                     assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
-    saved = [load_checkpoint(folder / x / "checkpoints/step_000003") for x in ("one", "two")]
-    assert saved[0]["visits"] == saved[1]["visits"]
-    # the three of five questions that are right in the first step rest in the second epoch
-    assert [sum(saved[0]["visits"][step]) for step in (1, 2)] == [3, 0]
 
 
 @pytest.mark.slow

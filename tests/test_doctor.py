@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.tools.doctor import FEWEST_STEPS, HELD_OUT, RULES, diagnose
+from minigrpo.tools.doctor import FEWEST_STEPS, RIGHT_SHARE, RULES, diagnose
 from minigrpo.tools.runs import Run
 
 STEPS = 100
@@ -69,7 +69,7 @@ FAULTS: list[Metrics] = [  # of each rule in turn
     {"skipped_steps": rare},
 ]
 FAULTY = [
-    made_up(HEALTHY | fault, FALLING if rule.series == HELD_OUT else EVALUATED)
+    made_up(HEALTHY | fault, FALLING if rule.series == RIGHT_SHARE else EVALUATED)
     for rule, fault in zip(RULES, FAULTS, strict=True)
 ]
 

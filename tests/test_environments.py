@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import minigrpo
-from minigrpo.environments import Begun, Dialogues, Episode, World, calls_of, schema_of
 from minigrpo.evaluate import grade
 from minigrpo.model.chat import Chat
 from minigrpo.model.tokenizer import load_tokenizer
@@ -21,9 +20,12 @@ from minigrpo.rewards import RewardScorer
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as generate_module
-from minigrpo.sampling.generate import Sampler
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
+from minigrpo.turns.dialogues import Dialogues, Episode
+from minigrpo.turns.environments import EnvironmentSet, TurnTask
+from minigrpo.turns.tools import Tool, calls_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
 from .steps import EOS, make_completions
@@ -116,7 +118,7 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
         num_samples=SAMPLES,
         u=u(model.shape.vocab_size),
         prompts_at_once=at_once,
-        dialogues=stub,
+        answers=stub,
     )
     turns = ended = 0
     for (p, g), (ids, sampled, logps) in zip(
@@ -192,7 +194,7 @@ def test_schemas_are_those_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
     for tool in (Shop().pay, Shop().fail, weather):
-        found, expected = schema_of(tool.__name__, tool), get_json_schema(tool)
+        found, expected = Tool(tool.__name__, tool).schema, get_json_schema(tool)
         for argument in found["function"]["parameters"]["properties"].values():
             argument.pop("default", None)
         required = found["function"]["parameters"].setdefault("required", [])
@@ -201,7 +203,7 @@ def test_schemas_are_those_of_transformers() -> None:
         assert found == expected and isinstance(required, list)
 
 
-def played(world: World, example: Example, *texts: str) -> Episode:
+def played(world: EnvironmentSet, example: Example, *texts: str) -> Episode:
     """An episode in which the policy says these texts."""
     episode = Episode(world, example)
     for text in texts:
@@ -213,16 +215,17 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def begun(world: World, *rows: dict[str, Any]) -> Begun:
+def begun(world: EnvironmentSet, *rows: dict[str, Any]) -> TurnTask:
     rows = rows or ({"price": 5, "answer": [1]}, {"price": 7})  # no question is read
-    return Begun(load_task("prompts", seed=0, data=rows, environment=world, args=NONE), world, 0)
+    task = load_task("prompts", seed=0, data=rows, environment=world, args=NONE)
+    return TurnTask(task, world, 0)
 
 
 NONE = {"judge": "none"}
 
 
 def test_tools_answer_and_the_environment_gives_the_reward() -> None:
-    world = World.of(Shop, [weather])
+    world = EnvironmentSet.of(Shop, [weather])
     example = begun(world).held_out(0)
     price = example.fields["price"]
     assert example.prompt == f" It costs {price}." and isinstance(example.fields["seed"], int)
@@ -242,8 +245,8 @@ def test_episodes_without_rows_have_random_numbers_of_their_own() -> None:
         def reset(self, seed: int) -> str:  # type: ignore[override]
             return "Go."
 
-    world = World.of(Same)
-    task = Begun(load_task("prompts", seed=0, environment=world, args=NONE), world, 0)
+    world = EnvironmentSet.of(Same)
+    task = TurnTask(load_task("prompts", seed=0, environment=world, args=NONE), world, 0)
     examples = [task.train(i) for i in range(8)]
     assert [x.index for x in examples] == [*range(8)]
     seeds, prompts = {x.fields["seed"] for x in examples}, {x.prompt for x in examples}
@@ -263,7 +266,7 @@ def test_members_of_a_group_must_start_alike() -> None:
         def step(self, text: str) -> tuple[str, float, bool]:
             return "", 0.0, True
 
-    world = World.of(Moody)
+    world = EnvironmentSet.of(Moody)
     with pytest.raises(ValueError):
         Episode(world, begun(world).held_out(0)).answer("x")
 
@@ -279,14 +282,14 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
             self.steps += 1
             return f"step {self.steps}", 0.5, self.steps == 3, *more
 
-    world = World.of(Game, [weather])
+    world = EnvironmentSet.of(Game, [weather])
     example = begun(world).held_out(0)
     assert example.tools == []  # a game would not answer the call
     assert example.prompt == "Go."  # of Gymnasium's two values
     episode = played(world, example, "a", "b")
     assert episode.over == bool(more and more[0]) and episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
-    episode.said, episode.failed = ["a", "b"], True
+    episode.turns, episode.failed = ["a", "b"], True
     assert episode.dialogue().rewards == {"Game": 0}
     answers = Dialogues(minigrpo.Config.of(), world, load_tokenizer("chess"), print)
     assert answers.encode(json.dumps([{"role": "user", "content": ""}]))  # else the game would end
@@ -295,7 +298,7 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
 def test_the_row_chooses_among_environments() -> None:
     class Other(Shop): ...
 
-    world = World.of({"shop": Shop, "other": Other})
+    world = EnvironmentSet.of({"shop": Shop, "other": Other})
     assert list(world.parts) == ["Shop", "Other"]
     rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other"])]
     task = begun(world, *rows)
@@ -308,15 +311,15 @@ def test_the_row_chooses_among_environments() -> None:
 
 def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> None:
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
-    for world, number in ((World.of(Shop), 3), (World.of((), [weather]), 1)):
+    for world, number in ((EnvironmentSet.of(Shop), 3), (EnvironmentSet.of(None, [weather]), 1)):
         questions = begun(world, *rows, {"prompt": "Sell.", "price": 5}).questions
         assert questions and sum(map(len, questions)) == number + 1
     many = [{"prompt": f"Buy {n}.", "price": price} for n in range(20) for price in (5, 6)]
     plain = load_task("prompts", seed=0, data=many, args=NONE)
-    options: Any = {"environment": World.of(Shop), "args": NONE}  # in both files the same
-    both = load_task("prompts", seed=0, data=many, eval_data=many[:2], **options)
-    assert both.num_train == len(many) - 2 and both.num_held_out == 1
-    questions = begun(World.of(Shop), *many).questions
+    options: Any = {"environment": EnvironmentSet.of(Shop), "args": NONE}  # in both files the same
+    both: Any = load_task("prompts", seed=0, data=many, eval_data=many[:2], **options)
+    assert both.source.num_train == len(many) - 2 and both.num_held_out == 1
+    questions = begun(EnvironmentSet.of(Shop), *many).questions
     assert questions and all(map(np.array_equal, questions, plain.questions or ()))
 
 
@@ -370,7 +373,7 @@ def test_the_text_between_turns_begins_after_the_end_of_the_turn(
     with pytest.raises(ConfigError):
         chat.between([{**ANSWER, "content": f"4{special[0]}"}])
     with pytest.raises(ConfigError):  # it does not write tools
-        chat.prompt([{"role": "user", "content": "f"}], [schema_of("f", weather)])
+        chat.prompt([{"role": "user", "content": "f"}], [Tool("f", weather).schema])
     deaf = "{% for m in messages if m.role != 'tool' %}" + template.partition("%}")[2]
     with pytest.raises(ConfigError):
         Chat(deaf, special=special).between([ANSWER])
@@ -411,25 +414,11 @@ def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
             self.card = deck.pop()
 
     example = Example("", fields={"deck": [1, 2]})
-    assert Episode(World.of(Cards), example).begin().card == 2
-    text = Dialogue("a")
-    text.messages = [{"role": "assistant", "content": "a"}]
+    assert Episode(EnvironmentSet.of(Cards), example).begin().card == 2
+    text = Dialogue("a", messages=[{"role": "assistant", "content": "a"}])
     function = minigrpo.reward(lambda example, text: len(text.messages.pop()))
     assert function.values([example], [text]) == 2
     assert example.fields["deck"] == [1, 2] and len(text.messages) == 1
-
-
-def test_questions_of_an_environment_do_not_rest(folder: Path, tmp_path: Path) -> None:
-    """What it says first may be alike for all rows, or another in each epoch."""
-    rows = [{"prompt": f"{i}?"} for i in range(20)]
-    with pytest.raises(ConfigError):
-        trained(folder, tmp_path, data=rows, rest_solved=1, rewards=success)
-    trained(folder, tmp_path / "b", data=rows, rewards=success, max_steps=1)
-
-
-@minigrpo.reward(success=True)
-def success(example: Example, text: str) -> float:
-    return float("a" in text)
 
 
 def test_a_run_in_an_environment_is_logged_and_resumed_bit_by_bit(
@@ -495,11 +484,15 @@ def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
     folder: Path, tmp_path: Path
 ) -> None:
     run = trained(folder, tmp_path, max_steps=1, eval_size=2)
-    task = begun(World.of(Slow), {"prompt": "Go."}, {"prompt": "Stop."})
-    trainer = run.trainer
-    sampler = Sampler(trainer.config, run.model, trainer.tokenizer, nullcontext, print, task)
+    world = EnvironmentSet.of(Slow)
+    task = begun(world, {"prompt": "Go."}, {"prompt": "Stop."})
+    config, tokenizer = run.trainer.config, run.trainer.tokenizer
+    dialogues = Dialogues(config, world, tokenizer, print)
+    others: Any = {"autocast": nullcontext, "warn": print, "dialogues": dialogues}
+    sampler = Sampler(config, run.model, tokenizer, **others)
+    scorer = RewardScorer(task, environments=world.parts)
     start = time.monotonic()
-    graded = grade(sampler, RewardScorer(task), [task.held_out(0)], 24)
+    graded = grade(sampler, scorer, [task.held_out(0)], 24)
     assert time.monotonic() - start < 30
     failed = [x.failed for x in graded.texts[0]]
     answered = [len(x.messages) > 1 for x in graded.texts[0]]
@@ -534,8 +527,10 @@ def test_a_file_names_environments_and_tools(
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
     cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
     cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])
-    world = World.of(f"{file}:Shop,{file}:add,{file}:shop")
+    world = EnvironmentSet.load(f"{file}:Shop,{file}:add,{file}:shop")
     assert list(world.classes) == ["Shop"] and list(world.tools) == ["add", "shop"]
-    assert world.tools["shop"]() is world.classes["Shop"]  # the file is run once
+    assert world.tools["shop"].function() is world.classes["Shop"]  # the file is run once
     with pytest.raises(ConfigError):
-        World.of(f"{file}:Nothing")
+        EnvironmentSet.load(f"{file}:Nothing")
+    with pytest.raises(ConfigError):
+        EnvironmentSet.of(None, [minigrpo.reward(lambda example, text: 1.0)])

@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo import Config
-from minigrpo.build import resolve
 from minigrpo.model import hf
-from minigrpo.model.hf import (
-    TRANSPOSED,
-    hub_folder,
-    read_model,
-    read_shape,
-    save_model_folder,
-    stored_name,
-)
+from minigrpo.model.hf import TRANSPOSED, hub_folder, read_model, read_shape, stored_name
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.resolve import resolve
 from minigrpo.types import ConfigError
 
 from .steps import SHAPES
+from .test_sampling import generate
 from .tiny import check_golden, golden
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +54,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+BIASES = {"attention_bias": True, "mlp_bias": True}
+SMOLLM3 = {**SIZES, "num_hidden_layers": 5, "pad_token_id": 0}
 # name -> (class of the config in transformers, its fields)
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"bos_token_id": 96, "eos_token_id": 96}),
@@ -67,7 +64,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     ),
-    "mistral": ("MistralConfig", {**SIZES, "sliding_window": None, "head_dim": 16}),
+    "llama, biases": ("LlamaConfig", {**SIZES, **BIASES}),
+    "mistral": (
+        "MistralConfig",
+        # it has no biases, whatever its file says
+        {**SIZES, "sliding_window": None, "head_dim": 16, "attention_bias": True},
+    ),
     "qwen2": (
         "Qwen2Config",
         {
@@ -78,8 +80,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
-    "smollm3": ("SmolLM3Config", {**SIZES, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "qwen3, biases": ("Qwen3Config", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    "smollm3": ("SmolLM3Config", SMOLLM3),
+    "smollm3, biases": ("SmolLM3Config", {**SMOLLM3, **BIASES}),
 }
+SHARDED = ("llama, biases", "qwen2")  # written as several files
 
 
 def values(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
@@ -144,8 +149,8 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
     import transformers
 
     theirs = make_theirs(name)
-    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if name == "qwen2" else "1GB")
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (name == "qwen2")
+    theirs.save_pretrained(tmp_path, max_shard_size="50KB" if name in SHARDED else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (name in SHARDED)
     with torch.no_grad():
         expected = theirs(IDS).logits
         ours = Transformer.from_pretrained(tmp_path)
@@ -157,13 +162,38 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
         edit(tmp_path, as_version_4_writes)
         assert Transformer.from_pretrained(tmp_path).shape == ours.shape
 
-        save_model_folder(ours, tmp_path / "out")
+        ours.export(tmp_path / "out")
         back, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", output_loading_info=True
         )
         assert not report["missing_keys"] and not report["unexpected_keys"]
         assert type(back) is type(theirs)
         torch.testing.assert_close(back(IDS).logits, expected, **CLOSE)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_gradients_and_greedy_decoding_are_theirs(tmp_path: Path, name: str) -> None:
+    theirs = make_theirs(name)
+    theirs.save_pretrained(tmp_path)
+    ours = Transformer.from_pretrained(tmp_path)
+    weights = torch.randn((*IDS.shape, VOCAB), generator=torch.Generator().manual_seed(0))
+    for logits in (theirs(IDS).logits, ours.logits(IDS)):
+        (logits * weights).sum().backward()
+    gradients = {n.removeprefix("transformer."): p.grad for n, p in theirs.named_parameters()}
+    total = torch.nn.utils.get_total_norm(gradients.values())
+    for own, p in ours.named_parameters():
+        expected = gradients.pop(stored_name(ours.shape, own))
+        found = p.grad.t() if own.endswith(TRANSPOSED) else p.grad
+        # without rotation, a bias of keys changes nothing: its gradient is rounding alone
+        assert (found - expected).norm() < 1e-4 * expected.norm() + 1e-7 * total
+    assert not gradients
+
+    prompts, length = IDS[:, :20], torch.tensor([20] * len(IDS))
+    theirs.generation_config.eos_token_id = None  # or it would stop there
+    texts = theirs.generate(prompts, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    drawn = generate(ours, prompts, length, stops=(), num_samples=1, max_new_tokens=24, u=None)
+    assert torch.equal(drawn.completion_ids[:, 0], texts[:, 20:])
 
 
 @pytest.mark.peer
@@ -196,13 +226,15 @@ def test_logits_are_those_that_transformers_had(name: str, style: str) -> None:
 # --- our own files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES.values(), replace(SHAPES["grouped-query"], family="llama", **BIASES)]
+)
 def test_a_model_comes_back_from_its_own_file_and_from_its_export(
     tmp_path: Path, shape: ModelShape
 ) -> None:
     model = Transformer(shape, seed=2)
     model.save_pretrained(tmp_path / "own.safetensors")
-    save_model_folder(model, tmp_path / "out")
+    model.export(tmp_path / "out")
     for path in (tmp_path / "own.safetensors", tmp_path / "out"):
         back = Transformer.from_pretrained(path)
         assert back.shape == shape
@@ -244,8 +276,8 @@ def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left() -> None:
 
 
 def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> Path:
-    """A folder of a Qwen3-shaped model, whose tensors are changed."""
-    save_model_folder(Transformer(SHAPES["grouped-query"]), folder)
+    """A folder of a Qwen3, whose tensors are changed."""
+    Transformer(SHAPES["grouped-query"]).export(folder)
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -260,22 +292,36 @@ REFUSED: dict[str, dict[str, Any]] = {
     "window": {"use_sliding_window": True},
     "window of mistral": {"model_type": "mistral", "sliding_window": 4096},
     "activation": {"hidden_act": "gelu"},
-    "activation of gpt2": {"model_type": "gpt2", "activation_function": "relu"},
+    "biases": {"attention_bias": True},
+    "neither with nor without biases": {"attention_bias": "some"},
     "no size": {"hidden_size": "wide"},
     "heads": {"num_key_value_heads": 3},
     "other size": {"intermediate_size": 40},
     "left over": {"model_type": "llama"},
     "untied": {"tie_word_embeddings": True},
 }
+REFUSED_OF_GPT2: dict[str, dict[str, Any]] = {
+    "activation": {"activation_function": "relu"},
+    "no scale": {"scale_attn_weights": False},
+    "a scale for each layer": {"scale_attn_by_inverse_layer_idx": True},
+}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_computed_differently_is_refused(tmp_path: Path, name: str) -> None:
-    folder = write(tmp_path / "model")
-    Transformer.from_pretrained(folder)
-    edit(folder, lambda config: config.update(REFUSED[name]))
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *(pytest.param("grouped-query", REFUSED[name], id=name) for name in REFUSED),
+        *(pytest.param("gpt2", REFUSED_OF_GPT2[name], id=name) for name in REFUSED_OF_GPT2),
+    ],
+)
+def test_what_would_be_computed_differently_is_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    Transformer(SHAPES[kind]).export(tmp_path)
+    Transformer.from_pretrained(tmp_path)
+    edit(tmp_path, lambda config: config.update(changes))
     with pytest.raises(ValueError):
-        Transformer.from_pretrained(folder)
+        Transformer.from_pretrained(tmp_path)
 
 
 Q, QUANTISED = (f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "qweight"))
@@ -297,7 +343,7 @@ def test_tensors_that_are_not_the_models_weights_are_refused(
 
 def test_a_stored_head_that_is_tied_is_left_out_unless_it_differs(tmp_path: Path) -> None:
     model = Transformer(SHAPES["gpt2"], seed=3)
-    save_model_folder(model, tmp_path)
+    model.export(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     old_names = {f"transformer.{name}": x for name, x in state.items()}
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).bool()}

@@ -11,13 +11,11 @@ from torch import Tensor
 import grpo
 from minigrpo import losses
 from minigrpo.config import Config
-from minigrpo.learner import Learner
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .steps import EOS, make_completions
+from .steps import EOS, make_completions, make_learner
 
 SOURCE = Path(grpo.__file__).read_text()
 LIBRARY_AS_DATA = {
@@ -91,7 +89,7 @@ def test_the_gradient_is_the_librarys(
         if policy_has_moved:
             batch = replace(batch, old_logp=old(packed)[0])
     config = Config.of(loss="grpo", kl_coef=kl_coef)
-    learner = Learner(config, model, DistContext(), print, losses.LossSpec())
+    learner = make_learner(config, model, losses.LossSpec())
     metrics = learner.gradient(*learner.prepare(batch))
 
     assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-10, abs=1e-14)

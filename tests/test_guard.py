@@ -2,7 +2,6 @@
 
 import errno
 import os
-import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from minigrpo import Config
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import (
     BAD_STEPS_TO_HALVE,
@@ -153,11 +151,8 @@ class Counting(Task):
         return Example(str(number))
 
 
-def prefetcher(
-    task: Task, *, per_step: int = 4, times: int = 0, visits: Any = None, **options: Any
-) -> ExamplePrefetcher:
-    config = Config.of(prompts_per_step=per_step, max_steps=12, rest_solved=times)
-    return ExamplePrefetcher(config, task, DistContext(**options), visits or {})
+def prefetcher(task: Task, **options: Any) -> ExamplePrefetcher:
+    return ExamplePrefetcher(task, 4, DistContext(**options).share(4))
 
 
 def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
@@ -170,43 +165,6 @@ def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
     found = [made.replacements(step, attempt, [0, 1]) for step in (0, 1) for attempt in (0, 1)]
     numbers = [int(x.prompt) for examples in found for x in examples]
     assert len(set(numbers)) == 8 and not set(numbers) & set(regular)
-
-
-class Epochs(Task):
-    num_train = 7
-
-    def train(self, number: int) -> Example:
-        return Example(str(number * 3 % 7 % 5), index=number)  # two questions occur twice
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("per_step", [3, 16])
-def test_solved_questions_rest_for_an_epoch(times: int, per_step: int) -> None:
-    draw, asked, number = random.Random(times), list[tuple[int, str, int]](), 0
-    made = prefetcher(Epochs(), per_step=per_step, times=times)
-    skipped = 0
-    for step in range(12):
-        expected = list[Example]()
-        while len(expected) < per_step:
-            example, epoch = Epochs().train(number), number // 7
-            past = [(then, right) for then, question, right in asked if question == example.prompt]
-            rests = len(past) >= times and all(right for _, right in past[-times:])
-            if rests and past[-1][0] == epoch - 1:
-                skipped += 1
-            else:
-                expected.append(example)
-            number += 1
-        assert made.take(step) == expected
-        right = [draw.randrange(3) % 2 if x.prompt != "0" else 1 for x in expected]
-        made.visits[step + 1] = right
-        asked += [(x.index // 7, x.prompt, r) for x, r in zip(expected, right, strict=True)]
-    assert skipped > 1
-    again = prefetcher(Epochs(), per_step=per_step, times=times, visits=made.visits)
-    two: Any = {"per_step": 16, "times": times, "world_size": 2}
-    shares = [prefetcher(Epochs(), rank=rank, **two) for rank in range(2)]
-    assert again.take(11) == expected
-    first, second = (x.take(0) for x in shares)
-    assert first + second == [Epochs().train(n) for n in range(16)]
 
 
 def test_an_error_of_the_task_is_raised_in_the_step_that_needs_it() -> None:

@@ -12,7 +12,7 @@ from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
-from minigrpo.tools.evaluate import load
+from minigrpo.tools.common import open_parts
 from minigrpo.types import Dialogue
 
 
@@ -23,19 +23,22 @@ def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
 
 
 def test_halving_finds_every_number_by_the_fifth_guess() -> None:
-    found = list[int]()
+    counts = list[int]()
     for secret in NUMBERS:
-        game, low, high = Game(), 0, len(NUMBERS) - 1
+        game = Game()
         game.reset(secret)
-        word, count = "", 0
+        low, high = 0, len(NUMBERS) - 1
+        word = ""
+        count = 0
         while word != "=":
-            guess, count = (low + high) // 2, count + 1
+            guess = (low + high) // 2
+            count += 1
             word, reward, over = game.step(str(guess))
             assert over == (reward > 0) == (word == "=")
             low, high = (low, guess - 1) if word == "<" else (guess + 1, high)
         assert reward == 1 + 0.5 * (GUESSES - count) / GUESSES
-        found.append(count)
-    assert max(found) == 5 and np.mean(found) == pytest.approx(129 / 31)
+        counts.append(count)
+    assert max(counts) == 5 and np.mean(counts) == pytest.approx(129 / 31)
 
 
 def test_a_game_ends_with_what_is_no_number_or_with_the_last_guess() -> None:
@@ -58,16 +61,18 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
 
 def test_a_game_that_is_begun_goes_on_by_the_rules_and_any_guess() -> None:
     task = RandomGames(0)
-    lengths, following = Counter[int](), Counter[str]()
+    lengths = Counter[int]()
+    following = Counter[str]()
     for number in range(31 * 40):
         example = task.train(number)
         said = [message["content"] for message in example.messages[1:]]
-        guesses, words = said[::2], said[1::2]
-        games = [word for word, _, _ in play(example.fields["secret"], *guesses)]
-        found = re.fullmatch("([<>=]?)([0-9]*)", example.answer)
-        assert found
-        word, guess = found.groups()
-        assert games == ([*words, word] if guesses else []) and "=" not in words
+        guesses = said[::2]
+        words = said[1::2]
+        true_words = [word for word, _, _ in play(example.fields["secret"], *guesses)]
+        match = re.fullmatch("([<>=]?)([0-9]*)", example.answer)
+        assert match
+        word, guess = match.groups()
+        assert true_words == ([*words, word] if guesses else []) and "=" not in words
         assert (guess == "") == (word == "=" or len(guesses) == GUESSES)
         lengths[len(guesses)] += 1
         following[guess] += 1
@@ -76,7 +81,7 @@ def test_a_game_that_is_begun_goes_on_by_the_rules_and_any_guess() -> None:
 
 
 def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
-    parts = load(Config.of(task="guess"), Console())
+    parts = open_parts(Config.of(task="guess"), Console())
     games = grade(parts.sampler, parts.scorer, held_out(parts.task, 62), 4)
     assert 0.1 < games.right.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
     for example, texts in zip(games.examples, games.texts, strict=True):

@@ -8,28 +8,27 @@ causal forward, and one loss of the whole batch.
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.losses import loss_spec, policy_loss, sampler_weights
+from minigrpo.losses import LossNormalizer, LossSettings, loss_spec, policy_loss, sampler_weights
 from minigrpo.model import logprobs, lora
-from minigrpo.model.frozen_model import FrozenModel
-from minigrpo.model.packing import PACKINGS
-from minigrpo.model.transformer import Transformer
+from minigrpo.model.transformer import Transformer, compiled_part
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.types import Completions, Example, RolloutBatch
+from minigrpo.types import Example, RolloutBatch
 
 from .steps import SHAPES, join, make_completions, run_two
-from .test_packing import naive, one_by_one
+from .steps import make_learner as make_learner_of
+from .test_packing import naive
 
 PROMPTS, LENGTH = 6, 9
 
@@ -48,15 +47,13 @@ class Way(NamedTuple):
     dialogue: int = 0
 
 
-EXACT = {"teacher": "initial", "teacher_kl": "exact"}
 # loss -> its settings; "off-policy": with old log-probs that differ from the policy's;
-# "teacher_coef" without a "teacher": with the log-probs of one
+# "teacher_coef": with the log-probs of a teacher
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "temperature": 0.8, "off-policy": True},
-    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", **EXACT, "teacher_coef": 0.5, "temperature": 0.7}
-    | {"entropy_coef": 0.1},
+    "dr_grpo": {"kl_coef": 0.1, "kl": "k2", "temperature": 0.7, "entropy_coef": 0.1},
     "dapo": {"kl_coef": 0.1, "kl": "k3_is", "off-policy": True, "teacher_coef": 0.5},
-    "gspo": {"off-policy": True, "sampler_correction": "deepseek", "sampler_cap": 0.02},
+    "gspo": {"off-policy": True, "sampler_correction": "icepop", "sampler_cap": 1.8},
     "cispo": {"sampler_correction": "token-truncate", "sampler_cap": 1.5, "temperature": 0.7},
     "rloo": {"off-policy": True, "sampler_correction": "sequence-mask", "sampler_cap": 1.1},
     "maxrl": {"temperature": 0.9},
@@ -127,9 +124,7 @@ def make_batch(way: Way, dtype: torch.dtype = torch.float64) -> RolloutBatch:
         advantages=None if way.loss == "nll" else advantages,
         old_logp=old if "off-policy" in settings else None,
         ref_logp=reference if "kl_coef" in settings else None,
-        teacher_logp=teacher
-        if settings.keys() & {"teacher", "teacher_coef"} == {"teacher_coef"}
-        else None,
+        teacher_logp=teacher if "teacher_coef" in settings else None,
     )
 
 
@@ -147,29 +142,7 @@ def make_learner(
         gradient_checkpointing=bool(way.gradient_checkpointing),
         **{**given, **changes},
     )
-    learner = Learner(config, model, dist or DistContext(), print, loss_spec(way.loss))
-    if "teacher" in given:
-        frozen, packing = make_teacher(way, next(model.parameters()).dtype), PACKINGS[way.packing]
-        others: Any = None, packing, "", learner.backoff, nullcontext, False
-        learner.teacher = FrozenModel(frozen, *others)  # it needs no tokenizer
-    return learner
-
-
-def make_teacher(way: Way, dtype: torch.dtype = torch.float64) -> Transformer:
-    return Transformer(SHAPES[way.shape], seed=2).to(dtype)
-
-
-Seen = tuple[Transformer, Completions]
-
-
-def exact_kl(student: Seen, teacher: Seen, temperature: float) -> Tensor:
-    """KL(student || teacher) over the vocabulary at each token, `[P, G, S]`."""
-    mask = student[1].completion_mask
-    kl = torch.zeros(mask.shape, dtype=torch.float64)
-    both = (one_by_one(*seen, temperature) for seen in (student, teacher))
-    for (place, _, p), (_, _, q) in zip(*both, strict=True):
-        kl[(*place, slice(len(p)))] = (p.exp() * (p - q.detach())).sum(-1)
-    return kl.where(mask, 0)
+    return make_learner_of(config, model, loss_spec(way.loss), dist)
 
 
 def trained_gradients(model: Transformer) -> list[Tensor]:
@@ -197,24 +170,18 @@ def formula(way: Way) -> list[Tensor]:
         advantages = advantages[..., None] + coef * (batch.teacher_logp - old)
     if row := given.get("sampler_correction"):
         assert completions.sampler_logp is not None and advantages is not None
-        probs = logp, old, completions.sampler_logp, advantages
-        weights = sampler_weights(row, given["sampler_cap"], *probs, mask)
-    added = -given.get("entropy_coef", 0.0) * entropy
-    if "teacher" in given:
-        both = (model, completions), (make_teacher(way), completions)
-        added = added + coef * exact_kl(*both, temperature)
+        weights = sampler_weights(row, given["sampler_cap"], old, completions.sampler_logp, mask)
     loss, _ = policy_loss(
         logp,
         batch.old_logp,
         advantages,
         mask,
         loss=way.loss,
-        max_completion_length=LENGTH,
+        settings=LossSettings(kl=given.get("kl", "k3"), kl_coef=given.get("kl_coef", 0.0)),
+        normalizer=LossNormalizer.of(mask, LENGTH),
         ref_logp=batch.ref_logp,
-        kl_coef=given.get("kl_coef", 0.0),
-        kl=given.get("kl", "k3"),
         token_weights=weights,
-        added=added,
+        added=-given.get("entropy_coef", 0.0) * entropy,
     )
     loss.backward()
     return trained_gradients(model)
@@ -237,7 +204,7 @@ def test_every_pair_of_choices_is_in_a_row() -> None:
         assert {(way[i], way[j]) for way in WAYS} == set(itertools.product(*choices))
     assert {way.loss for way in WAYS} == LOSSES.keys()
     for part in ("ratio", "surrogate", "weights"):
-        every = {getattr(row, part) for name, row in losses.LOSSES.items() if name != "bnpo"}
+        every = {getattr(row, part) for row in losses.LOSSES.values()}
         assert every == {getattr(losses.LOSSES[name], part) for name in LOSSES}
 
 
@@ -315,25 +282,16 @@ def test_in_lower_precision_the_gradient_is_close(way: Way, low: bool, tolerance
 # --- what the matrix leaves out -------------------------------------------------------------------
 
 
-def test_bnpo_depends_on_the_micro_batch_by_definition() -> None:
-    whole, cut = (gradient(Way("bnpo", micro_batch_size=size)) for size in (0, 1))
-    assert_same(whole, formula(Way("bnpo")))
-    assert not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(whole, cut, strict=True))
-
-
-@pytest.mark.parametrize(("loss", "kl_coef"), [("grpo", 0.0), ("grpo", 0.1), ("bnpo", 0.0)])
-def test_groups_without_variance_are_left_out_where_they_have_no_gradient(
-    loss: str, kl_coef: float
-) -> None:
-    """A KL has a gradient whatever the rewards, and bnpo counts the micro-batch."""
-    way = Way(loss)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_groups_without_variance_are_left_out_where_they_have_no_gradient(kl_coef: float) -> None:
+    """A KL has a gradient whatever the rewards."""
+    way = Way("grpo")
     batch = make_batch(Way("grpo" if kl_coef else "maxrl"))
     learner = make_learner(way, make_model(way), kl_coef=kl_coef)
-    every = kl_coef > 0 or loss == "bnpo"
-    assert learner.prompts_with_gradient(batch) == (list(range(6)) if every else [0, 2, 3, 5])
+    assert learner.prompts_with_gradient(batch) == (list(range(6)) if kl_coef else [0, 2, 3, 5])
     assert batch.advantages is not None
     none = replace(batch, advantages=torch.zeros_like(batch.advantages), ref_logp=None)
-    assert len(learner.prompts_with_gradient(none)) == (6 if loss == "bnpo" else 1)
+    assert len(learner.prompts_with_gradient(none)) == 1
 
 
 def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:
@@ -358,14 +316,11 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> 
 @pytest.fixture
 def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiler's front end alone; the default one needs minutes of a C++ compiler."""
-    compile_block = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda self, **options: compile_block(self, backend="eager", **options),
-    )
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled_part.cache_clear()
     torch.compiler.reset()
     yield
+    compiled_part.cache_clear()
     torch.compiler.reset()
 
 

@@ -34,7 +34,8 @@ SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exa
 def log_of(
     folder: Path, step: int = 0, said: list[str] | None = None, tracker: Any = None
 ) -> RunLog:
-    log = RunLog(pytest.fail if said is None else said.append)
+    warn = pytest.fail if said is None else said.append
+    log = RunLog(warn)
     log.open(folder, step, folder, tracker or {})
     return log
 
@@ -254,11 +255,12 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
 ) -> None:
     tracker.init.side_effect = ConnectionError("no login")
     config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
-    run_dir = RunDir(config, DistContext(), Console(quiet=True))
-    run_dir.open(pytest.fail, {}, None)
+    folder, dist, console = tmp_path / "run", DistContext(), Console(quiet=True)
+    run_dir = RunDir(folder, config, dist, console, {}, None)
+    run_dir.open(pytest.fail)
     with pytest.raises(ConfigError):
         run_dir.open_log({"step": 0})
-    RunDir(config, DistContext(), Console(quiet=True)).open(pytest.fail, {}, None)  # not locked
+    RunDir(folder, config, dist, console, {}, None).open(pytest.fail)  # not locked
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
@@ -268,7 +270,7 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
 def test_a_line_of_progress_has_the_mean_since_the_line_before(capsys: Any) -> None:
     console = Console()
     for last_step in (3, 1):
-        console.last_line = float("inf")  # only the last step prints a line
+        console.line_printed_at = float("inf")  # only the last step prints a line
         for step, reward in enumerate([1.0, 2.0, 6.0][-last_step:], 1):
             console.update(step, last_step, {"reward": reward, "step_time": 0.1})
     assert re.findall(r"reward (\S+)", capsys.readouterr().out) == ["3.000", "6.000"]

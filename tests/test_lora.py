@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minigrpo.build import Parts
 from minigrpo.config import Config
 from minigrpo.model import lora
-from minigrpo.model.hf import save_model_folder
 from minigrpo.model.linear import NF4, dense, to_nf4
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime.device import autocast, low_precision_copy, sharing_weights
+from minigrpo.parts import Parts
+from minigrpo.runtime.device import autocast, low_precision_copy
 from minigrpo.types import Completions, ConfigError
 
 from .steps import SHAPES, VOCAB, make_completions
@@ -87,7 +86,7 @@ def test_without_adapters_the_model_is_initial_and_shares_its_memory(model: Tran
     packing = pack(make_completions(1))
     before, _ = model(packing)
     with_adapters(model)
-    reference = sharing_weights(model)
+    reference = model.sharing_weights()
     lora.disable_adapters(reference)
     assert torch.equal(reference(packing)[0], before)
     assert not torch.equal(model(packing)[0], before)
@@ -115,7 +114,7 @@ def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transf
 
 def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
     shape = SHAPES["grouped-query"]
-    save_model_folder(Transformer(shape), tmp_path)
+    Transformer(shape).export(tmp_path)
     model = Transformer.from_pretrained(tmp_path, "bfloat16")
     lora.add_adapters(model, rank=2, alpha=4)
     found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
@@ -255,7 +254,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
         assert (ours.get_parameter(name).grad - other).norm() < 1e-4 * other.norm()
     assert not gradients
 
-    save_model_folder(lora.merge_adapters(ours), tmp_path / "merged")
+    lora.merge_adapters(ours).export(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-4)

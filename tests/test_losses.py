@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -10,16 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minigrpo.advantages import SCALES, advantages, decoupled
 from minigrpo.config import LOSS_NAMES, LossConfig
 from minigrpo.losses import (
     KL_ESTIMATORS,
     KL_IN_REWARD,
     LOSSES,
     SAMPLER_CORRECTIONS,
-    SCALES,
     LossNormalizer,
-    advantages,
-    decoupled,
+    LossSettings,
     policy_loss,
     sampler_weights,
 )
@@ -36,19 +36,27 @@ ROWS = {
     "dr_grpo+beta.04": {"loss": "dr_grpo", **WIDE, **KL},
     "dapo": {"loss": "dapo"},
     "dapo+beta.04": {"loss": "dapo", **KL},
-    "bnpo": {"loss": "bnpo", **WIDE},
-    "bnpo+beta.04": {"loss": "bnpo", **WIDE, **KL},
     "gspo(seq,grpo)": {"loss": "gspo"},
     "gspo eps.05/.05": {"loss": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     "cispo hi=1.28": {"loss": "cispo", "ratio_cap": 1.28},
     "cispo hi=5": {"loss": "cispo"},
     "cispo hi=1.28 beta.04": {"loss": "cispo", "ratio_cap": 1.28, **KL},
     "grpo delta=1.3": {"loss": "grpo", **WIDE, "ratio_cap": 1.3},
-    "grpo opm .05": {"loss": "grpo", **WIDE},
     "grpo beta.04 biascorr": {"loss": "grpo", **WIDE, **KL, "kl": "k3_is"},
     "rloo": {"loss": "rloo", **WIDE},
 }
 METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "kl", "cispo_clip_ratio")
+
+
+def loss_of(
+    *tensors: Any, loss: Any = "grpo", length: int | None = None, **given: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """`policy_loss`, with the fields of LossSettings among its arguments."""
+    names = {field.name for field in dataclasses.fields(LossSettings)} & given.keys()
+    settings = LossSettings(**{name: given.pop(name) for name in names})
+    if length is not None:
+        given["normalizer"] = LossNormalizer.of(tensors[-1], length)
+    return policy_loss(*tensors, loss=loss, settings=settings, **given)
 
 
 def golden_inputs() -> tuple[torch.Tensor, ...]:
@@ -62,19 +70,8 @@ def golden_inputs() -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("row", ROWS)
 def test_loss_gradient_and_metrics_are_those_of_trl(row: str) -> None:
     logp, old, ref, adv, mask = golden_inputs()
-    weights = None
-    if "opm" in row:
-        weights = sampler_weights("deepseek", 0.05, logp, old, old, adv, mask)
-    loss, metrics = policy_loss(
-        logp,
-        old,
-        adv,
-        mask,
-        ref_logp=ref,
-        token_weights=weights,
-        max_completion_length=GOLDEN["max_completion_length"],
-        **ROWS[row],
-    )
+    length = GOLDEN["max_completion_length"]
+    loss, metrics = loss_of(logp, old, adv, mask, ref_logp=ref, length=length, **ROWS[row])
     loss.backward()
     expected = GOLDEN["results"][row]
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
@@ -106,7 +103,6 @@ def test_the_golden_numbers_are_those_of_the_trl_that_is_installed() -> None:
         loss_type="grpo",
         epsilon_low=0.2,
         epsilon_high=0.28,
-        off_policy_mask_threshold=0.05,
         top_entropy_quantile=1.0,
         importance_sampling_level="token",
         current_gradient_accumulation_steps=1,
@@ -120,7 +116,7 @@ def test_the_golden_numbers_are_those_of_the_trl_that_is_installed() -> None:
     given |= {"advantages": adv, "old_per_token_logps": old, "ref_per_token_logps": ref}
     loss = trainer._compute_loss(None, given)
     loss.backward()
-    expected = GOLDEN["results"]["grpo opm .05"]
+    expected = GOLDEN["results"]["grpo"]
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-7)
     torch.testing.assert_close(logp.grad, torch.tensor(expected["grad"]))
     found = {key: trainer._metrics["train"][key][0] for key in expected["metrics"]}
@@ -196,9 +192,9 @@ def test_the_corrections_and_the_advantages_are_those_of_the_trl_that_is_install
 def test_the_correction_of_the_sampler_gap_is_that_of_trl(row: str) -> None:
     old, drawn, mask = gap_inputs()
     expected = torch.tensor(golden("rollout")["corrections"][row], dtype=torch.float64)
-    found = sampler_weights(row, CAP, old + 1, old, drawn, old[:, 0], mask)
+    found = sampler_weights(row, CAP, old, drawn, mask)
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-6, atol=0)
-    assert MODES.keys() == SAMPLER_CORRECTIONS.keys() - {"deepseek"}
+    assert MODES.keys() == SAMPLER_CORRECTIONS.keys()
 
 
 def test_decoupled_advantages_are_those_of_trl() -> None:
@@ -241,14 +237,14 @@ def test_nll_is_the_mean_negative_log_probability_of_the_tokens() -> None:
     assert loss.item() == pytest.approx(-logp[mask].mean().item())
 
 
-@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "bnpo"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_metrics_of_micro_batches_add_up(loss: str) -> None:
     """Gradients too: tests/test_invariance.py."""
     logp, old, ref, adv, mask = golden_inputs()
     counts = LossNormalizer(mask[..., 0].numel(), mask.sum(), mask.shape[-1])
     options = {"loss": loss, "kl_coef": 0.1, "normalizer": counts}
     whole, *parts = (
-        policy_loss(logp[x], old[x], adv[x], mask[x], ref_logp=ref[x], **options)
+        loss_of(logp[x], old[x], adv[x], mask[x], ref_logp=ref[x], **options)
         for x in (slice(None), slice(1), slice(1, 3), slice(3, None))
     )
     torch.testing.assert_close(sum(value for value, _ in parts), whole[0])
@@ -259,11 +255,11 @@ def test_losses_and_metrics_of_micro_batches_add_up(loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_padding_has_no_loss_and_no_gradient_even_if_it_is_infinite(loss: str) -> None:
     logp, old, ref, adv, mask = golden_inputs()
-    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "max_completion_length": 3}
-    clean, _ = policy_loss(logp, old, adv, mask, **options)
+    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "length": 3}
+    clean, _ = loss_of(logp, old, adv, mask, **options)
     (expected,) = torch.autograd.grad(clean, logp)
     dirty = logp.detach().masked_fill(~mask, torch.inf).requires_grad_()
-    loss_value, _ = policy_loss(dirty, old.masked_fill(~mask, -torch.inf), adv, mask, **options)
+    loss_value, _ = loss_of(dirty, old.masked_fill(~mask, -torch.inf), adv, mask, **options)
     loss_value.backward()
     assert loss_value.item() == clean.item()
     torch.testing.assert_close(dirty.grad, expected, rtol=0, atol=0)
@@ -284,10 +280,10 @@ def test_only_a_clip_that_takes_the_gradient_away_is_counted() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_old_logp_means_that_of_the_policy(loss: str) -> None:
     logp, _, ref, adv, mask = golden_inputs()
-    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "max_completion_length": 3}
+    options = {"loss": loss, "ref_logp": ref, "kl_coef": 0.1, "length": 3}
     gradients = []
     for old in (None, logp.detach()):
-        value, _ = policy_loss(logp, old, adv, mask, **options)
+        value, _ = loss_of(logp, old, adv, mask, **options)
         gradients.append(torch.autograd.grad(value, logp)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
     assert gradients[0].any()
@@ -297,7 +293,7 @@ def test_no_old_logp_means_that_of_the_policy(loss: str) -> None:
 def test_an_empty_completion_is_no_nan(loss: str) -> None:
     logp = torch.zeros(2, 3, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    loss_value, _ = policy_loss(
+    loss_value, _ = loss_of(
         logp, None, torch.tensor([1.0, -1.0]), mask, loss=loss, ref_logp=logp.detach(), kl_coef=0.1
     )
     loss_value.backward()
@@ -344,7 +340,7 @@ def test_token_weights_spare_the_kl() -> None:
     logp = torch.tensor([[-1.0, -2.0, -0.5]])
     weights, ref = torch.tensor([[1.5, 0.4, 2.0]]), torch.tensor([[-1.2, -1.0, -0.7]])
     given = {"ref_logp": ref, "kl_coef": 0.3, "loss": "dapo", "token_weights": weights}
-    loss, _ = policy_loss(logp, None, torch.tensor([1.5]), logp < 0, **given)
+    loss, _ = loss_of(logp, None, torch.tensor([1.5]), logp < 0, **given)
     kl = (ref - logp).exp() - (ref - logp) - 1
     torch.testing.assert_close(loss, (-1.5 * weights + 0.3 * kl).mean())
 
@@ -373,15 +369,13 @@ def test_only_the_log_probs_of_the_policy_get_a_gradient(loss: str) -> None:
     torch.manual_seed(0)
     logp = torch.randn(2, 3, requires_grad=True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    others = {
-        "old_logp": logp + 0.01,
-        "ref_logp": logp - 0.5,
-        "advantages": logp.mean(-1),
-        "token_weights": logp.exp(),
-    }
+    names = ("old_logp", "advantages", "ref_logp", "token_weights")
+    others = dict(zip(names, (logp + 0.01, logp.mean(-1), logp - 0.5, logp.exp()), strict=True))
 
     def gradient(given: dict[str, torch.Tensor]) -> torch.Tensor:
-        value, _ = policy_loss(logp, mask=mask, loss=loss, kl_coef=0.1, **given)
+        old, adv, ref, weights = given.values()
+        options = {"loss": loss, "kl_coef": 0.1, "ref_logp": ref, "token_weights": weights}
+        value, _ = loss_of(logp, old, adv, mask, **options)
         return torch.autograd.grad(value, logp, retain_graph=True)[0]
 
     found = gradient(others)
@@ -405,12 +399,15 @@ TWO = torch.zeros(2, 3)
         {"old_logp": TWO[0]},
         {"ref_logp": TWO[:1], "kl_coef": 0.1},
         {"token_weights": TWO[:, :1]},
+        {"added": TWO[:, :1]},
     ],
 )
 def test_what_would_broadcast_by_chance_or_is_missing_is_refused(changes: dict) -> None:
-    given = {"logp": TWO, "old_logp": None, "advantages": TWO[:, 0], "mask": TWO == 0, **changes}
-    with pytest.raises((ValueError, KeyError, AssertionError)):
-        policy_loss(**given)
+    tensors = {"logp": TWO, "old_logp": None, "advantages": TWO[:, 0], "mask": TWO == 0}
+    tensors |= {name: x for name, x in changes.items() if name in tensors}
+    others = {name: x for name, x in changes.items() if name not in tensors}
+    with pytest.raises((ValueError, KeyError)):
+        loss_of(*tensors.values(), **others)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +442,9 @@ def test_what_is_not_finite_never_gives_a_finite_loss(name: str) -> None:
     given[name] = given[name].clone()
     given[name][0] = torch.nan
     for loss in LOSSES.keys() - ({"nll"} if name in ("advantages", "old_logp") else set()):
-        value, _ = policy_loss(**given, mask=TWO == 0, loss=loss, kl_coef=0.1)
+        tensors = [given[name] for name in ("logp", "old_logp", "advantages")]
+        others = {name: given[name] for name in ("ref_logp", "token_weights")}
+        value, _ = loss_of(*tensors, TWO == 0, loss=loss, kl_coef=0.1, **others)
         assert value.isnan(), loss
 
 

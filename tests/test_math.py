@@ -222,5 +222,5 @@ def test_math_verify_compares_formulas(tmp_path: Path) -> None:
         ("x", "9^{9^{9^{9}}}"): 0,
     }
     for (truth, answer), correct in pairs.items():
-        example, text = Example("?", f"\\boxed{{{truth}}}"), f"\\boxed{{{answer}}}"
-        assert task.score(example, text)["correct"] == correct, (truth, answer)
+        example = Example("?", f"\\boxed{{{truth}}}")
+        assert task.score(example, f"\\boxed{{{answer}}}")["correct"] == correct, (truth, answer)

@@ -1,8 +1,6 @@
 """Packings: both give the log-probs of the plain forward, and the tree runs each prefix once."""
 
 import doctest
-import operator
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +20,6 @@ from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packing import PACKINGS, CompletionRows, pack
 from minigrpo.model.shape import RopeScaling
 from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.runtime.device import recompute
 from minigrpo.runtime.guard import OOMBackoff
 from minigrpo.types import Completions, ConfigError
 
@@ -39,32 +36,30 @@ def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None
 # --- the plain forward ----------------------------------------------------------------------------
 
 
-def one_by_one(
-    model: Transformer, c: Completions, temperature: float
-) -> Iterator[tuple[tuple[int, ...], Tensor, Tensor]]:
-    """For each completion: its place, its tokens `[n]`, and the log-probs `[n, V]` for them."""
-    for p, g in np.ndindex(c.completion_ids.shape[:2]):
-        prompt = c.prompt_ids[p, : c.prompt_len[p]]
-        completion = c.completion_ids[p, g, : c.completion_len[p, g]]
-        logits = model.logits(torch.cat([prompt, completion])[None])[0] / temperature
-        yield (p, g), completion, logits.log_softmax(-1)[len(prompt) - 1 : -1]
-
-
 def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies `[P, G, S]`, one completion at a time."""
     logp = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
     entropy = torch.zeros_like(logp)
-    for place, completion, predicted in one_by_one(model, c, temperature):
-        n = len(completion)
-        logp[(*place, slice(n))] = predicted.gather(1, completion[:, None])[:, 0]
-        entropy[(*place, slice(n))] = -(predicted.exp() * predicted).sum(-1)
+    for p, g in np.ndindex(c.completion_ids.shape[:2]):
+        prompt = c.prompt_ids[p, : c.prompt_len[p]]
+        n = c.completion_len[p, g]
+        completion = c.completion_ids[p, g, :n]
+        logits = model.logits(torch.cat([prompt, completion])[None])[0] / temperature
+        predicted = logits.log_softmax(-1)[len(prompt) - 1 : -1]  # [n, V]
+        logp[p, g, :n] = predicted.gather(1, completion[:, None])[:, 0]
+        entropy[p, g, :n] = -(predicted.exp() * predicted).sum(-1)
     return logp.where(c.completion_mask, 0), entropy.where(c.completion_mask, 0)
 
 
 LLAMA: dict[str, Any] = {"heads": 4, "kv_heads": 2}
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": {"heads": 2},
-    "llama": {**LLAMA, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
+    "llama": {
+        **LLAMA,
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     "mistral": {**LLAMA, "head_dim": 8, "tied": False},
     "qwen2": LLAMA,
     "qwen3": {**LLAMA, "head_dim": 6, "tied": False},
@@ -91,12 +86,12 @@ def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
     expected, entropy = naive(model, c, 0.7)
     gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
-    for chunked, run_block in ((False, operator.call), (True, recompute)):
+    for chunked in (False, True):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        model.run_block = run_block
+        trained = model.for_training(checkpointing=chunked, compiled=False)
         for build in PACKINGS.values():
             packing = build(c)
-            logp, found_entropy = model(packing, 0.7)
+            logp, found_entropy = trained(packing, 0.7)
             torch.testing.assert_close(logp, expected, **CLOSE)
             torch.testing.assert_close(found_entropy, entropy, **CLOSE)
             assert not found_entropy.requires_grad
@@ -191,7 +186,7 @@ def make_frozen(model: Transformer) -> FrozenModel:
     """It runs two prompts at a time."""
     tokenizer: Any = None
     backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)
-    return FrozenModel(model, tokenizer, pack, "the reference", backoff, nullcontext, False)
+    return FrozenModel(model, tokenizer, pack, "the reference", backoff.run, nullcontext, False)
 
 
 def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
@@ -230,7 +225,7 @@ def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
     def gradients(low: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in values]
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            logp, _ = token_logprobs(*inputs, targets, 1.0, False, None)
+            logp, _ = token_logprobs(*inputs, targets, 1.0, False)
         assert logp.dtype == dtype
         return torch.autograd.grad(logp.sum(), inputs)
 
@@ -248,7 +243,7 @@ def test_large_products_without_gradients_are_those_of_float64(
 ) -> None:
     x, weight, bias = (torch.randn(shape) for shape in ((2, 3, 8), (5, 8), (5,)))
     exact = linear.linear(x.double(), weight.double(), bias.double()).float()
-    monkeypatch.setattr(linear, "LARGE", 1)
+    monkeypatch.setattr(linear, "LARGE_WEIGHT", 1)
     with torch.no_grad():
         torch.testing.assert_close(linear.linear(x, weight, bias), exact)
         torch.testing.assert_close(linear.linear(x, weight), exact - bias)

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape
-from minigrpo.runtime.device import with_training_layers
 from minigrpo.tasks.base import shipped_model
 from minigrpo.tools import plan
 from minigrpo.tools.plan import MIB, parts_of, peak_of
@@ -131,7 +130,8 @@ def test_the_update_takes_what_the_closed_forms_say(
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     base = Transformer(shape)
     plan.add_adapters(base, config.model.lora_rank)
-    model = with_training_layers(config, base)
+    checkpointing = config.memory.gradient_checkpointing
+    model = base.for_training(checkpointing=checkpointing, compiled=False)
     packing = PACKINGS[config.speed.packing](made_up(shape, 3, group=6, prompt=30, length=40))
 
     def update() -> None:

@@ -14,7 +14,7 @@ from minigrpo.config import Config
 from minigrpo.runtime.statistics import wilson
 from minigrpo.tools import cli
 from minigrpo.tools.report import MOST_SAMPLES, figures_of
-from minigrpo.tools.runs import MOST_POINTS, Run, differing, draw, read_run
+from minigrpo.tools.runs import MOST_POINTS, Run, differing, plot_curve, read_run
 
 from .test_compare import write_run
 from .test_tools import call
@@ -129,7 +129,7 @@ def made_up(steps: int, name: str = "a", **series: Any) -> Run:
 
 def lines_of(*runs: Run) -> list[np.ndarray]:
     """`[n, 2]` places of the points of each line in the SVG."""
-    draw({run.name: [run] for run in runs}, "reward", out := io.StringIO())
+    plot_curve({run.name: [run] for run in runs}, "reward", out := io.StringIO())
     paths = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip', out.getvalue())
     found = [np.array(re.findall(r"[ML] (\S+) (\S+)", path), dtype=float) for path in paths]
     return [line for line in found if len(line) > 2]

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,14 @@ def make(folder: Path, **changes: Any) -> Trainer:
     return tiny_trainer(folder, **{**OPTIONS, **changes})
 
 
-def resting(folder: Path) -> dict[str, Any]:
-    """Settings of a run with 7 questions, of which half are always right, and rest."""
+def half_solved(folder: Path) -> dict[str, Any]:
+    """Settings of a run with 7 questions, of which half are always right and teach nothing."""
     (folder / "solved.py").write_text(SOLVED)
     rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(8)]
     data = write_jsonl(folder / "rows.jsonl", rows[:7])
     held_out = write_jsonl(folder / "held_out.jsonl", rows[7:])
-    rewards = {"rewards": str(folder / "solved.py"), "rest_solved": 1}
-    return {"data": str(data), "eval_data": str(held_out), **rewards}
+    rewards = str(folder / "solved.py")
+    return {"data": str(data), "eval_data": str(held_out), "rewards": rewards}
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -91,7 +90,7 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    run = make(folder, resume="auto", **resting(folder.parent))
+    run = make(folder, resume="auto", **half_solved(folder.parent))
     run.fit()
     (folder / "result").write_text(result(folder, run))
 
@@ -181,31 +180,16 @@ def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("changes", [{}, {"dynamic_sampling": 1}, {"rest_solved": 2}])
-def test_what_rests_is_known_after_a_resume(tmp_path: Path, changes: dict[str, Any]) -> None:
-    drawn = list[str]()
-
-    def watched(name: str, **more: Any) -> Trainer:
-        run = make(tmp_path / name, **{**resting(tmp_path), **changes, "max_steps": 8, **more})
-        take = run.source.prefetcher.take
-
-        def noted(step: int) -> Any:
-            found = take(step)
-            drawn.extend(x.answer for x in found)
-            return found
-
-        run.source.prefetcher.take = noted  # type: ignore[method-assign]
-        run.fit()
-        return run
-
-    calm = watched("calm")
-    expected, drawn = drawn, []
+def test_a_resume_replaces_the_same_prompts(tmp_path: Path) -> None:
+    options = {**half_solved(tmp_path), "dynamic_sampling": 1, "max_steps": 8}
+    calm = make(tmp_path / "calm", **options)
+    calm.fit()
     for stop in (3, 4, 0):
-        again = watched("run", stop_after=stop, resume="auto")
-    assert drawn == expected and result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
-    counts = Counter(expected)
-    always = sum(counts[str(n)] for n in range(4)) / 4
-    assert len(expected) == 32 and always < 32 / 7 < max(counts[str(n)] for n in range(4, 7))
+        again = make(tmp_path / "run", **options, stop_after=stop, resume="auto")
+        again.fit()
+    assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
+    metrics = lines(tmp_path / "run", "metrics.jsonl")
+    assert any(line["frac_reward_zero_std/drawn"] for line in metrics)  # there were some
 
 
 def test_a_signal_ends_a_command_whose_steps_are_saved_and_continued(tmp_path: Path) -> None:

@@ -180,9 +180,9 @@ def two(examples, texts): return [helper(text) for text in texts]
     found = load_rewards(str(path))
     assert [(f.name, f.weight, f.batched) for f in found] == [("one", 1, False), ("two", 0.5, True)]
     assert found[1](EXAMPLES, ["a"]) == [2.0]
-    path.write_text("x = 1")
+    (tmp_path / "empty.py").write_text("x = 1")
     with pytest.raises(ConfigError):
-        load_rewards(str(path))
+        load_rewards(str(tmp_path / "empty.py"))
     with pytest.raises(OSError):
         load_rewards(str(tmp_path / "none.py"))
 

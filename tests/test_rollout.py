@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from minigrpo.advantages import overlong_punishment, shuffled
 from minigrpo.metrics import rollout_metrics
 from minigrpo.model.packing import PACKINGS
-from minigrpo.rollout import overlong_punishment, shuffled
 from minigrpo.types import Example, RewardTable
 
 from .steps import make_trainer

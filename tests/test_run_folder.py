@@ -34,7 +34,7 @@ from minigrpo.run.checkpoint import (
 )
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
-from minigrpo.run.run_dir import RunDir, trained_on
+from minigrpo.run.run_dir import Questions, RunDir, choose_folder, trained_on
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.rng import stream
@@ -88,12 +88,15 @@ class Run:
         settings = {"save_every": 99, "keep_last": 2, "resume": resume, **changes}
         self.config = Config.of(**settings, out_dir=str(folder))
         self.learner, self.said = Learner(), list[str]()
-        console = Console(quiet=True)
-        console.warn = self.said.append  # type: ignore[method-assign]
-        self.run_dir = RunDir(self.config, DistContext(), console)
+        self.console = Console(quiet=True)
+        self.console.warn = self.said.append  # type: ignore[method-assign]
+        self.folder = choose_folder(self.config, DistContext())
 
-    def start(self, **facts: Any) -> "Run":
-        self.run_dir.open(self.learner.load, {**FACTS, **facts}, None)
+    def start(self, questions: Questions = None, **facts: Any) -> "Run":
+        self.run_dir = RunDir(
+            self.folder, self.config, DistContext(), self.console, {**FACTS, **facts}, questions
+        )
+        self.run_dir.open(self.learner.load)
         self.log = self.run_dir.open_log(self.learner.state_dict())
         return self
 
@@ -472,7 +475,7 @@ def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
         if path.name != left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = sorted(tmp_path.rglob("*"))
-    for resume in ("", str(finished(tmp_path / "other").run_dir.path)):
+    for resume in ("", str(finished(tmp_path / "other").folder)):
         with pytest.raises(ConfigError):
             Run(tmp_path / "run", resume).start()
     if left != "checkpoints":  # the checkpoints are gone
@@ -569,11 +572,8 @@ def test_a_full_disk_ends_the_run_only_at_its_last_save(tmp_path: Path) -> None:
 
 def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_path: Path) -> None:
     hashes = np.arange(10, dtype=np.uint64)
-    base = Run(tmp_path / "base", "")
-    base.run_dir.open(base.learner.load, FACTS, (hashes[:4], hashes[4:]))
-    base.run_dir.open_log({"step": 0})
+    base = Run(tmp_path / "base", "").start((hashes[:4], hashes[4:]))
     run = Run(tmp_path / "run", "", model=str(tmp_path / "base"))
-    run.run_dir.open(run.learner.load, FACTS, (hashes[6:8], hashes[:2]))
-    run.run_dir.open_log({"step": 0})
+    run.start((hashes[6:8], hashes[:2]))
     assert trained_on(tmp_path / "run").tolist() == [0, 1, 2, 3, 6, 7]
     assert len(run.said) == 1 and not base.said and not len(trained_on(tmp_path))

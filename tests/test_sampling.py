@@ -19,10 +19,11 @@ from minigrpo.model.packing import PACKINGS
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as sampling
+from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Decoder
-from minigrpo.sampling.generate import Generation, Sampler
+from minigrpo.sampling.generate import Generation
 from minigrpo.sampling.pick import pick_token, truncate
-from minigrpo.task import Task
+from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
@@ -31,7 +32,7 @@ LENGTH = 12
 
 
 def generate(model: Transformer, ids: Tensor, *args: Any, **options: Any) -> Completions:
-    plain: Any = {"u": None, "drafts": None, "dialogues": None, "sampling": sampling.PLAIN}
+    plain: Any = {"u": None, "drafts": None, "answers": None, "sampling": sampling.PLAIN}
     plain |= {"num_samples": 1, "num_speculative_tokens": 4, "work": Counter()}
     options["prompts_at_once"] = options.get("prompts_at_once") or len(ids)  # 0: all
     return Generation(model, ids, *args, **plain | options).run()
@@ -222,10 +223,9 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     with torch.no_grad():
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
-    task = Task()
-    task.speculate = speculate
-    others: Any = Letters(), nullcontext, print, task
-    return Sampler(Config.of(**settings), model, *others)
+    others: Any = {"autocast": nullcontext, "warn": print, "speculate": speculate}
+    letters: Any = Letters()
+    return Sampler(Config.of(**settings), model, letters, **others)
 
 
 def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
@@ -286,12 +286,12 @@ def test_under_autocast_the_low_precision_copy_samples_with_the_current_weights(
         used.append(given)
         return generation(given, *args, **options)
 
-    generation = sampling.Generation
-    monkeypatch.setattr(sampling, "Generation", watched)
+    generation = Generation
+    monkeypatch.setattr(sampler_module, "Generation", watched)
     autocast: list[Callable[[], Any]] = [lambda: torch.autocast("cpu", torch.bfloat16)]
     config = Config.of(max_new_tokens=LENGTH, use_amp=True)
-    others: Any = Letters(), lambda: autocast[-1](), print, Task()
-    sampler = Sampler(config, model, *others)
+    letters: Any = Letters()
+    sampler = Sampler(config, model, letters, autocast=lambda: autocast[-1](), warn=print)
     completed(sampler)
     assert used[0] is sampler.low_precision is not model
     pairs = zip(used[0].parameters(), model.parameters(), strict=True)

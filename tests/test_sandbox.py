@@ -165,36 +165,41 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def children(pid: int) -> list[int]:
     """The processes whose parent a process is."""
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
             if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
     deadline = time.monotonic() + 20
-    while len(found := children(worker.process.pid)) != 1:
+    while True:
+        pids = children(worker.process.pid)
+        if len(pids) == 1:
+            return pids[0]
         assert time.monotonic() < deadline
-    return found[0]
+
+
+def state_of(path: Path) -> tuple[int, int]:
+    """Its rights, and when it was changed."""
+    stat = path.stat()
+    return stat.st_mode, stat.st_mtime_ns
 
 
 def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
     """A program fails, changes nothing, and the same worker is ready for the next one."""
     (outside / "kept").write_text("as it was")
-    before = {path: path.stat() for path in (outside, outside / "kept")}
+    before = {path: state_of(path) for path in (outside, outside / "kept")}
     assert run_tests(RIGHT, TESTS[:2]) == [True, True]
     (first,) = client._idle
     verdicts = run_tests(code.replace("OUTSIDE", str(outside)), TESTS, timeout_s=timeout_s)
     assert verdicts == [False] * len(TESTS)
     assert client._idle == [first]
     program_of(first)
-    now = {path: path.stat() for path in before}
-    assert [(x.st_mode, x.st_mtime_ns) for x in now.values()] == [
-        (x.st_mode, x.st_mtime_ns) for x in before.values()
-    ]
+    assert {path: state_of(path) for path in before} == before
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
 
@@ -305,9 +310,9 @@ def test_one_program_sees_nothing_of_another() -> None:
 
 def test_values_keep_their_types_and_others_are_refused() -> None:
     value = {(1, 2): [{3}, "x", 2**70, None, True, 1.0, {"a": ()}]}
-    found = receive(io.BytesIO(frame(value)))
-    assert found == value
-    assert [*map(type, found[1, 2][2:])] == [*map(type, value[1, 2][2:])]
+    received = receive(io.BytesIO(frame(value)))
+    assert received == value
+    assert [*map(type, received[1, 2][2:])] == [*map(type, value[1, 2][2:])]
     for wrong in (b"", b"[", b'{"tuple": 1}', b"{}", b'{"frozenset": [[]]}', b'{"x": []}'):
         with pytest.raises((TypeError, ValueError, KeyError)):
             receive(io.BytesIO(wrong))

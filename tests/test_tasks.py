@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigrpo import config
+from minigrpo.defaults import TASKS
 from minigrpo.model.hf import read_model
 from minigrpo.task import Task
-from minigrpo.task_table import TASKS
 from minigrpo.tasks.base import class_of, load_task, shipped_model
 from minigrpo.types import ConfigError, Example
 
@@ -23,10 +24,13 @@ SUMS = str(ROOT / "examples" / "sums.jsonl")
 GENERATED = TASKS.keys() - {"chess-env", "prompts", "guess", "countdown-tool"}
 
 
-class Capitals:
-    """A user's own class, without the base class: one prompt, which is never numbered."""
+class Capitals(Task):
+    """A user's own class: one prompt, which is never numbered."""
 
     parts: Mapping[str, float] = {"right": 1.0}
+    success = "right"
+    num_held_out = 1
+    about = "a capital"
 
     def __init__(self, seed: int, city: str = "Paris", **others: Any) -> None:
         self.seed, self.city, self.others = seed, city, others
@@ -44,6 +48,9 @@ class Capitals:
             left.remove(text)
         return {"right": float(right)}
 
+    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        return {"sum": parts["right"].sum()}
+
 
 def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
     """Golden: made at d29bab8."""
@@ -53,10 +60,11 @@ def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
         name, seed, _ = key.split("/")
         source = "examples/countdown_sft.py" if name == "countdown" else name
         task = load_task(source, seed=int(seed))
-        made = [task.train(0), task.train(7), task.held_out(3)]
-        answers = [x.fields.get("true_answer", x.answer) for x in made]
-        found = [[x.prompt, a, x.kind, x.index] for x, a in zip(made, answers, strict=True)]
-        assert found == expected, key
+        examples = [task.train(0), task.train(7), task.held_out(3)]
+        made = [
+            [x.prompt, x.fields.get("true_answer", x.answer), x.kind, x.index] for x in examples
+        ]
+        assert made == expected, key
 
 
 @pytest.mark.parametrize("name", sorted(GENERATED))
@@ -107,9 +115,11 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
             self.size = int(size)
 
     made: Any = load_task(Narrow, seed=3, args={"size": "12"})
-    assert (made.seed, made.city, made.size) == (7, "Oslo", 12)
+    own = made.source
+    assert (own.seed, own.city, own.size) == (7, "Oslo", 12)
     every: Any = load_task(Capitals, seed=3, data=SUMS, args={"city": "Rome", "other": 1})
-    assert (every.city, every.others) == ("Rome", {"other": 1, "data": [Path(SUMS)]})
+    own = every.source
+    assert (own.city, own.others) == ("Rome", {"other": 1, "data": [Path(SUMS)]})
     wrong: list[tuple[Any, dict[str, Any]]] = [
         (Narrow, {"args": {"number": "3"}}),
         (Narrow, {"args": {"size": "many"}}),
@@ -125,15 +135,25 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Capitals, lambda: Capitals(3)], ids=["class", "object"])
-def test_a_task_without_the_base_class_has_its_defaults(make: Any) -> None:
-    given = make()
-    task = load_task(given, seed=3)
-    assert isinstance(task, Task) and isinstance(task, Capitals)
-    for name in ("success", "num_held_out", "about", "token_parts", "speculate", "questions"):
-        assert getattr(task, name) == getattr(Task, name)
-    assert task.longest(3) == () and task.summaries({}) == {}
+def test_a_users_task_keeps_all_that_it_says(make: Any) -> None:
+    task = load_task(make(), seed=3)
+    for name in ("parts", "success", "num_held_out", "about", "token_parts", "speculate"):
+        assert getattr(task, name) == getattr(Capitals, name)
+    assert not task.longest(3) and task.summaries({"right": np.ones(2)}) == {"sum": 2}
     assert task.score_batch([task.train(0)] * 2, ["Paris", "x"]) == {"right": [1, 0]}
-    assert given is Capitals or type(given) is Capitals  # the user's own object is as it was
+
+
+def test_a_task_must_be_a_subclass_of_the_base_class() -> None:
+    class Bare:
+        parts: Mapping[str, float] = {}
+
+        def train(self, number: int) -> Example:
+            return Example("?")
+
+    wrong: Any
+    for wrong in (Bare, Bare()):
+        with pytest.raises(ConfigError):
+            load_task(wrong, seed=0)
 
 
 def test_each_prompt_of_a_users_task_has_its_own_random_numbers() -> None:

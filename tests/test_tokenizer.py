@@ -127,8 +127,8 @@ def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
 
 def change(folder: Path, **values: Any) -> Tokenizer:
     """The tokenizer of a folder after a change of its tokenizer.json."""
-    found = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**found, **values}))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
     return load_tokenizer(str(folder))
 
 

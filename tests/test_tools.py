@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, Transformer
-from minigrpo.build import Parts
 from minigrpo.config import places
 from minigrpo.metrics import Graded
 from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.parts import load_model
 from minigrpo.run.console import Console
 from minigrpo.run.run_dir import trained_on, warn_of_known_questions
 from minigrpo.runtime.guard import Diverged
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
-from minigrpo.tools.evaluate import ModelArguments, parse
+from minigrpo.tools.common import ModelArguments, config_of, parse
 from minigrpo.tools.sample import show
 from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
 
@@ -39,6 +39,10 @@ def call(*argv: object) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     return 0
+
+
+def loaded(run: Path) -> Transformer:
+    return load_model(str(run), Config(), Console(quiet=True), "float32")
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -128,18 +132,18 @@ def test_a_run_that_diverges_exits_with_code_1(monkeypatch: pytest.MonkeyPatch) 
 # --- which settings -------------------------------------------------------------------------------
 
 
-def config_of(*argv: object) -> Config:
-    return parse(ModelArguments, [str(word) for word in argv], "prog")[1]
+def settings_of(*argv: object) -> Config:
+    return config_of(*parse(ModelArguments, [str(word) for word in argv], "prog"))
 
 
 def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run: Path) -> None:
     saved = Config.from_toml(finished_run / "config.toml")
     own = saved.replace(model=str(finished_run), device="auto")
-    assert config_of(finished_run) == own
-    other = config_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
+    assert settings_of(finished_run) == own
+    other = settings_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
-    assert config_of(finished_run, "--teacher", "runs/gone").loss.teacher == "runs/gone"
-    found = config_of("shipped", "--data", "x", "--task", "math")
+    assert settings_of(finished_run, "--teacher", "runs/gone").loss.teacher == "runs/gone"
+    found = settings_of("shipped", "--data", "x", "--task", "math")
     assert found == Config.of(task="math", eval_data="x", tokenizer="chess")
 
 
@@ -195,8 +199,9 @@ def test_samples_depend_on_the_seed(finished_run: Path, capsys: pytest.CaptureFi
 
 
 def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
-    text, said = Dialogue("end"), (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
-    text.messages = [{"role": role, "content": content} for role, content in said]
+    said = (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
+    messages = [{"role": role, "content": content} for role, content in said]
+    text = Dialogue("end", messages=messages)
     show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
     lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:4] == [*said]
@@ -220,7 +225,7 @@ def test_a_prompt_is_a_users_message_unless_it_is_raw(
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
     """A run without model file is read from its checkpoint."""
-    own, out = Parts(Config()).load(str(tiny_run)), tmp_path / "new" / "model"
+    own, out = loaded(tiny_run), tmp_path / "new" / "model"
     (tiny_run / "model.safetensors").unlink()
     assert call("export", tiny_run, "--out", out) == 0
     assert torch.equal(Transformer.from_pretrained(out).logits(IDS), own.logits(IDS))
@@ -274,8 +279,8 @@ def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
     assert call("export", run, "--out", out) == 0
     shutil.copytree(run, without, ignore=lambda folder, names: {"checkpoints"})
     merged = Transformer.from_pretrained(out).logits(IDS)
-    assert torch.equal(merged, Parts(Config()).load(str(run)).logits(IDS))
-    assert torch.equal(merged, Parts(Config()).load(str(without)).logits(IDS))
+    assert torch.equal(merged, loaded(run).logits(IDS))
+    assert torch.equal(merged, loaded(without).logits(IDS))
     base = Transformer.from_pretrained(adapted / "model")
     assert not torch.equal(merged, base.logits(IDS))
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
@@ -288,7 +293,7 @@ def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Pat
 
     run, out = adapted / "run", tmp_path / "out"
     assert call("export", run, "--out", out) == 0
-    expected = Parts(Config()).load(str(run)).logits(IDS)
+    expected = loaded(run).logits(IDS)
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):
         torch.testing.assert_close(peer(IDS).logits, expected, atol=0.1, rtol=1e-3)

@@ -117,7 +117,6 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
     other = Transformer(ModelShape(50, layers=1, width=16, heads=2))
     other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
-    rows = {"task": "prompts", "data": str(SUMS), "reward_weights": {}, "kl_coef": 0.1}
     cases: list[dict[str, Any]] = [
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
@@ -129,9 +128,6 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"reward_weights": {"beauty": 1.0}},
         {"task": "checkers"},
         {"task_args": {"histroy": 2}},
-        {"rest_solved": 1},  # chess makes up its questions
-        {**rows, "rest_solved": 1, "task_args": {"judge": "none"}},
-        {**rows, "rest_solved": 1, **SFT},
         {"task": "math", "eval_data": str(SUMS)},  # nothing to train on
     ]
     for changes in cases:

@@ -7,6 +7,7 @@ a turn ends. A message that spells such a token is refused: it could end its own
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
@@ -18,36 +19,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import ConfigError, refusing
 
 Message = Mapping[str, Any]  # role, content, and what else the template knows
+Tool = Mapping[str, Any]  # the JSON schema of what the model may call
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 PROBE = "qxzj"  # a word that is looked for in what a template writes
-TURN = {"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}
+TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
 # {% generation %} ... {% endgeneration %} marks what an assistant wrote; it changes no text
 GENERATION = re.compile(r"(?<={%)([-+]?\s*)(end)?generation\b")
 
 
+@dataclass(eq=False)
 class Chat:
     """A chat template, and the system message of --system."""
 
-    def __init__(
-        self,
-        source: str,
-        name: str = "the chat template",
-        tokens: Mapping[str, str] = {},
-        special: Collection[str] = (),
-        system: str = "",
-    ) -> None:
-        """Set jinja2 up as transformers does. Raises ConfigError for bad jinja2.
+    source: str
+    name: str = "the chat template"  # in errors
+    tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
+    special: Collection[str] = ()  # tokens that only the template may write
+    system: str = ""  # for messages without a system message
 
-        Args:
-            name: for errors.
-            tokens: bos_token, eos_token, ...
-            special: tokens that only the template may write.
-            system: for messages without a system message.
-        """
-        self.source, self.name, self.tokens = source, name, tokens
-        self.special, self.system = special, system
+    def __post_init__(self) -> None:
+        """Set jinja2 up as transformers does. Raises ConfigError for bad jinja2."""
         # sequences of roles of which the template was found to write the messages that matter
         self.checked = set[tuple[str, ...]]()
         environment = ImmutableSandboxedEnvironment(
@@ -57,14 +50,13 @@ class Chat:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
-        plain = GENERATION.sub(lambda x: x[1] + ("endif" if x[2] else "if true"), source)
-        with refusing(name):
-            self.template = environment.from_string(plain)
+        with refusing(self.name):
+            self.template = environment.from_string(GENERATION.sub(_plain_block, self.source))
 
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         *,
         add_generation_prompt: bool = True,
     ) -> str:
@@ -78,12 +70,8 @@ class Chat:
                 **self.tokens,
             )
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of a prompt. Raises ConfigError for messages that the template cannot write.
-
-        Args:
-            tools: JSON schemas of what the model may call.
-        """
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
         if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
             messages = [{"role": "system", "content": self.system}, *messages]
         self._check(messages)
@@ -110,8 +98,9 @@ class Chat:
         prompts with different questions would be equal, or a system message would do nothing.
         """
         data = json.dumps(messages, ensure_ascii=False)
-        if spelt := [token for token in self.special if token in data]:
-            raise ConfigError(f"a message has the special token {spelt[0]}: remove it")
+        for token in self.special:
+            if token in data:
+                raise ConfigError(f"a message has the special token {token}: remove it")
         roles = tuple(message["role"] for message in messages)
         if roles in self.checked:
             return
@@ -126,9 +115,14 @@ class Chat:
     @cached_property
     def turn_end(self) -> str:
         """The special token that the template writes after an assistant's answer, or ""."""
-        text = self.render([*TURN], add_generation_prompt=False)
+        text = self.render(TURN, add_generation_prompt=False)
         rest = text.partition(PROBE)[2].lstrip()
         return max(filter(rest.startswith, self.special), key=len, default="")
+
+
+def _plain_block(mark: re.Match[str]) -> str:
+    """A block that jinja2 knows in place of `generation` or `endgeneration`."""
+    return mark[1] + ("endif" if mark[2] else "if true")
 
 
 def _raise_exception(message: str) -> None:

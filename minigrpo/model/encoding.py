@@ -29,8 +29,8 @@ def to_completions(
     """Lists of tokens as tensors: P prompts, none of them empty, and `[P][G]` completions."""
     ids, lengths = pad([row for group in rows for row in group])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    shape = len(prompts), -1, ids.shape[1]
-    return Completions(*pad(prompts), ids.view(shape), mask.view(shape))
+    groups = (len(prompts), -1)
+    return Completions(*pad(prompts), ids.unflatten(0, groups), mask.unflatten(0, groups))
 
 
 def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
@@ -56,10 +56,7 @@ def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of the true answer.
-
-    An answer to messages ends as a turn of the chat template does, any other with end of text.
-    """
+    """The tokens of the true answer; one to messages ends as a turn of the chat template does."""
     end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
     return [*tokenizer.encode(example.answer), end]
 
@@ -67,11 +64,7 @@ def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
-    """`pad` of the prompts.
-
-    Raises ConfigError for a prompt that is empty or longer than `room`, or that the chat template
-    refuses.
-    """
+    """`pad` of the prompts. Raises ConfigError for one that does not have 1 to `room` tokens."""
     return pad([_prompt_within(room, tokenizer, example) for example in examples])
 
 
@@ -79,8 +72,7 @@ def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[in
     try:
         ids = encode_prompt(tokenizer, example)
         if not 0 < len(ids) <= room:
-            said = "its completion must fit into the model's context too"
-            raise ConfigError(f"the prompt has {len(ids)} tokens, not 1 to {room}: {said}")
+            raise ConfigError(f"a prompt of {len(ids)} tokens: 1 to {room} leave room to answer it")
     except ConfigError as error:
         name = f"example {example.index} ({example.prompt[:60]!r}...)"
         raise ConfigError(f"{name}: {error}") from None
@@ -88,10 +80,7 @@ def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[in
 
 
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
-    """The prompts with their true answers as completions, one per prompt.
-
-    Raises ConfigError for a prompt that does not fit `context` together with its answer.
-    """
+    """Prompts with their true answers as completions. Raises ConfigError for one over `context`."""
     answers = [encode_answer(tokenizer, example) for example in examples]
     prompts = [
         _prompt_within(context - len(answer), tokenizer, example)
@@ -102,18 +91,19 @@ def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int
 
 def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
     """The texts of completions, `[P][G]`, without the tokens that end them."""
+    ids = completions.completion_ids.tolist()
     lengths = completions.completion_len.tolist()
-    groups = zip(completions.completion_ids.tolist(), lengths, strict=True)
     return [
-        [tokenizer.decode(ids[:length]) for ids, length in zip(*group, strict=True)]
-        for group in groups
+        [tokenizer.decode(row[:length]) for row, length in zip(rows, row_lengths, strict=True)]
+        for rows, row_lengths in zip(ids, lengths, strict=True)
     ]
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each token; a character of several tokens stands with the last of them."""
     before = tokenizer.encode("a")  # SentencePiece drops a space that begins a text
-    texts, start = list[str](), 0
+    texts = list[str]()
+    start = 0  # of the tokens whose text is still to come
     for end in range(1, len(ids) + 1):
         text = tokenizer.text_of([*before, *ids[start:end]])[1:]
         whole = end == len(ids) or not text.endswith("\ufffd")

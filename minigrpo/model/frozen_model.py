@@ -4,8 +4,8 @@ The reference of --kl-coef is one, the teacher, and every model that a reward as
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from ..types import Completions, ConfigError, Example, RolloutBatch
 from .encoding import encode_prompt, messages_of, pad
-from .packing import Packing
+from .packing import Pack
 from .tokenizer import Tokenizer
 from .transformer import Transformer
 
@@ -24,17 +24,16 @@ class FrozenModel:
 
     model: Transformer  # not trained here; with --teacher self, the learner trains it
     tokenizer: Tokenizer  # its own, with its own chat template
-    packing: Callable[..., Packing]  # a value of PACKINGS
+    packing: Pack
     name: str  # in errors
-    # `run(function, total)` calls `function(size)` with as many of `total` prompts at a time as fit
-    backoff: Any
-    autocast: Callable[[], Any]  # a context
-    # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
-    offload: bool
+    # (function of a micro-batch size, number of prompts) -> what it returns: see runtime/guard.py
+    run_in_parts: Callable[[Callable[[int], Tensor], int], Tensor]
+    autocast: Callable[[], AbstractContextManager[object]]
+    offload: bool  # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
 
     def __post_init__(self) -> None:
         self.device = self.model.device
-        if self.offload and self.device.type == "cuda":  # others have no memory but the host's
+        if self.offload and self.device.type == "cuda":
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.cpu().pin_memory()
 
@@ -44,35 +43,24 @@ class FrozenModel:
 
         Prompts and common beginnings of a group run once, as for the policy.
         """
+        lengths = completions.prompt_len + completions.completion_len.amax(-1)
+        longest = int(lengths.max()) - 1  # the last token predicts nothing
+        if longest > self.model.shape.context:  # no embedding, or one that was never trained
+            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
         weights = {
-            name: x.to(self.device, non_blocking=True) for name, x in self.model.named_parameters()
+            name: parameter.to(self.device, non_blocking=True)
+            for name, parameter in self.model.named_parameters()
         }
 
         def in_parts(size: int) -> Tensor:
             logps = []
             for part in completions.split(size):
-                inputs = self._pack(part), temperature
                 with self.autocast():
-                    logp, _ = functional_call(self.model, weights, inputs)
-                logps.append(logp.cpu())
+                    inputs = (self.packing(part, self.device), temperature)
+                    logps.append(functional_call(self.model, weights, inputs).logp.cpu())
             return torch.cat(logps)
 
-        return self.backoff.run(in_parts, len(completions))
-
-    @torch.no_grad()
-    def predictors(self, completions: Completions) -> tuple[Tensor, Tensor]:
-        """What `Transformer.forward` takes as `other`, for the same completions."""
-        model = self.model.to(self.device)  # and there it stays: it is asked again and again
-        with self.autocast():
-            hidden, head = model.predictors(self._pack(completions))
-        return hidden, head.detach()
-
-    def _pack(self, completions: Completions) -> Packing:
-        lengths = completions.prompt_len + completions.completion_len.amax(-1)
-        longest = int(lengths.max()) - 1  # the last token predicts nothing
-        if longest > self.model.shape.context:  # no embedding, or one that was never trained
-            raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
-        return self.packing(completions, self.device)
+        return self.run_in_parts(in_parts, len(completions))
 
     def reads(self, batch: RolloutBatch, field: str) -> Completions:
         """A batch's completions, after prompts that have a field of the examples too; "": none."""
@@ -93,9 +81,11 @@ def with_context(tokenizer: Tokenizer, example: Example, field: str) -> Example:
     The text follows the last message, after an empty line. A plain prompt follows the text, because
     its end is where the completion goes on. Raises ConfigError for an example without the field.
     """
-    if (text := example.fields.get(field)) is None:
+    text = example.fields.get(field)
+    if text is None:
         raise ConfigError(f"--teacher-context: {example.prompt[:60]!r} has no {field}")
-    if not (messages := messages_of(tokenizer, example)):
+    messages = messages_of(tokenizer, example)
+    if not messages:
         return replace(example, prompt=f"{text}\n\n{example.prompt}")
     last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}
     return replace(example, messages=(*messages[:-1], last))

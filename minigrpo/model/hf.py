@@ -6,7 +6,7 @@ loading it anyway would give a model that runs but writes nonsense.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from torch import Tensor
 from ..errors import ConfigError, refusing
 from .shape import ModelShape
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"  # the files of a model's folder
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"  # which shard holds a tensor
 FOR_TRANSFORMERS = {"format": "pt"}  # the header that transformers expects
 SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelShape as JSON
@@ -33,8 +34,6 @@ def read_json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
 
-# --- families -------------------------------------------------------------------------------------
-
 # model_type in config.json -> the class in transformers; those after GPT-2 differ in settings alone
 FAMILIES = {
     "gpt2": "GPT2LMHeadModel",
@@ -45,7 +44,6 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 # the parts of a parameter's name here -> in files, where they differ
-GPT2_NAMES = {"head": "lm_head"}
 LLAMA_NAMES = {
     "wte": "model.embed_tokens",
     "h": "model.layers",
@@ -64,7 +62,7 @@ BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
 
 def stored_name(shape: ModelShape, name: str) -> str:
     """The name in files of a parameter here."""
-    names = GPT2_NAMES if shape.is_gpt2 else LLAMA_NAMES
+    names = {"head": "lm_head"} if shape.is_gpt2 else LLAMA_NAMES
     return ".".join(names.get(part, part) for part in name.split("."))
 
 
@@ -94,11 +92,14 @@ LLAMA_FIELDS = {
     "rope_theta": "rope_theta",
     "tied": "tie_word_embeddings",
 }
+# more of them, with the same names there -> the families whose classes in transformers read them
+BIASES = {"attention_bias": ("llama", "qwen3", "smollm3"), "mlp_bias": ("llama", "smollm3")}
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
 # settings, and their values for which transformer.py computes the same; most may be missing
 SUPPORTED: dict[str, Sequence[object]] = {
     "model_type": [*FAMILIES],
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "scale_attn_weights": [True],
     "scale_attn_by_inverse_layer_idx": [False],
     "rope_type": ("default", "llama3"),
     "hidden_act": ["silu"],
@@ -106,12 +107,16 @@ SUPPORTED: dict[str, Sequence[object]] = {
 }
 
 
+def config_names(family: str) -> dict[str, str]:
+    """The fields of ModelShape -> their names in a family's config.json."""
+    if family == "gpt2":
+        return GPT2_FIELDS
+    return LLAMA_FIELDS | {bias: bias for bias in BIASES if family in BIASES[bias]}
+
+
 @refusing(CONFIG)
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that a config.json describes. Raises ConfigError.
-
-    transformers 5 writes `rope_parameters`, version 4 two fields.
-    """
+    """The shape of the model that a config.json describes. Raises ConfigError."""
     family = config["model_type"]
     defaults = {
         "layer_norm_epsilon": 1e-5,
@@ -125,24 +130,23 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         supported["no_rope_layers"] = None, ([1, 1, 1, 0] * layers)[:layers]
     if family == "mistral":  # it has a window, and no field that says whether it is used
         supported["sliding_window"] = [None]
+    # transformers 5 writes `rope_parameters`, version 4 two fields
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
     for name, values in supported.items():
         if name in config and config[name] not in values:
             raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, values))}")
-    names = GPT2_FIELDS if family == "gpt2" else LLAMA_FIELDS
-    found = {ours: config.get(theirs) or 0 for ours, theirs in names.items()}
+    fields = {ours: config.get(theirs) or 0 for ours, theirs in config_names(family).items()}
     scaling = rope if config["rope_type"] == "llama3" else None
-    return SHAPES.validate_python({**found, "family": family, "rope_scaling": scaling})
+    return SHAPES.validate_python({**fields, "family": family, "rope_scaling": scaling})
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
     """The contents of config.json, in words that versions 4 and 5 of transformers read."""
-    names = GPT2_FIELDS if shape.is_gpt2 else LLAMA_FIELDS
     written = {
         "architectures": [FAMILIES[shape.family]],
         "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in names.items()},
+        **{theirs: getattr(shape, ours) for ours, theirs in config_names(shape.family).items()},
         # some families have defaults beyond the vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
@@ -159,7 +163,7 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
 def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
     """The shape of a model in a safetensors file or a folder, and its tensors by their names there.
 
-    A folder with a config.json alone has none. Raises ConfigError.
+    Of a folder with a config.json alone there are none. Raises ConfigError.
     """
     tensors: dict[str, Tensor] = {}
     for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
@@ -168,10 +172,7 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
 
 
 def read_model_shape(path: Path) -> ModelShape:
-    """The shape alone, from a safetensors file's header, else from config.json. Raises ConfigError.
-
-    The weights that config.json belongs to need not be there.
-    """
+    """The shape alone, by a safetensors file's header, else by config.json. Raises ConfigError."""
     file = path / WEIGHTS if path.is_dir() else path
     header = read_tensors(file)[0] if file.is_file() else {}
     if SHAPE in header:
@@ -193,59 +194,43 @@ def _weight_files(file: Path) -> list[Path]:
     folder = file.parent
     if file.exists() or file.name != WEIGHTS:
         return [file]
-    if index := read_json(folder / INDEX):
+    index = read_json(folder / INDEX)
+    if index:
         return [folder / Path(name).name for name in sorted({*index["weight_map"].values()})]
     # random weights, unless there are others that are not read
-    others = [x.name for x in folder.glob("*") if x.suffix in (".safetensors", ".bin", ".gguf")]
+    kinds = (".safetensors", ".bin", ".gguf")
+    others = [other.name for other in folder.glob("*") if other.suffix in kinds]
     if others or not (folder / CONFIG).exists():
         raise ConfigError(f"{folder}: has no {WEIGHTS}, only {', '.join(others) or 'other files'}")
     return []
 
 
-def load_weights(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Make the tensors of `read_model` the weights of a Transformer, which may have been on `meta`.
-
-    Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
-    """
+def to_state(
+    shape: ModelShape, names: Collection[str], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of `read_model` as a state dict with the parameters' `names`; others stay."""
+    ours = {stored_name(shape, name): name for name in names}
     state: dict[str, Tensor] = {}
-    names = {stored_name(model.shape, name): name for name in model.state_dict()}
-    for stored, x in tensors.items():
+    for stored, tensor in tensors.items():
         name = stored.removeprefix(GPT2_PREFIX)
         if not BUFFERS.fullmatch(name):
-            state[names.get(name, name)] = x.t() if name.endswith(TRANSPOSED) else x
+            state[ours.get(name, name)] = tensor.t() if name.endswith(TRANSPOSED) else tensor
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
-    with refusing("the weights do not fit config.json"):
-        model.load_state_dict(state, assign=True)
-    for name, parameter in model.named_parameters():
-        if not all(bool(x.isfinite()) for x in parameter.aminmax()):
-            raise ConfigError(f"{name} in the model's file has values that are not finite")
+    return state
 
 
 def write_tensors(
     tensors: Mapping[str, Tensor], path: Path, header: Mapping[str, str] = FOR_TRANSFORMERS
 ) -> None:
-    """Write float32 tensors as safetensors.
-
-    Args:
-        header: one entry, because the package writes several in changing order.
-    """
+    """Write float32 tensors, and one header entry: the package writes more in changing order."""
     path.touch()
     mode = path.stat().st_mode  # by the umask; the package's own lets nobody else read the file
     plain = {name: x.detach().float().cpu().contiguous() for name, x in tensors.items()}
     save_file(plain, path, metadata=dict(header))
     path.chmod(mode)
 
-
-def save_model_folder(model: Any, folder: Path) -> None:
-    """Write a Transformer as a folder that `from_pretrained` loads, transformers' and ours."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder / WEIGHTS, FOR_TRANSFORMERS)
-    (folder / CONFIG).write_text(json.dumps(write_config(model.shape), indent=1) + "\n")
-
-
-# --- the Hub --------------------------------------------------------------------------------------
 
 # ORG/NAME or ORG/NAME@REVISION
 HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
@@ -254,20 +239,17 @@ HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     """The file or folder that a name stands for; ORG/NAME[@REVISION] is fetched from the Hub.
 
-    An existing path comes first. The name of a folder from the Hub is the commit. Raises
-    ConfigError.
-
-    Args:
-        weights: whether they are needed, and not only config.json and the tokenizer.
+    An existing path comes first. The name of a folder from the Hub is the commit. Without `weights`
+    it has only config.json and the tokenizer. Raises ConfigError.
     """
-    found = HUB_NAME.fullmatch(str(name))
-    if Path(name).exists() or found is None:
+    on_hub = HUB_NAME.fullmatch(str(name))
+    if Path(name).exists() or on_hub is None:
         return Path(name)
     with refusing(f"{name}: no such folder, nor on the Hub (which needs minigrpo[hub])"):
         from huggingface_hub import snapshot_download
 
-        fetch = partial(snapshot_download, found[1], ignore_patterns="*/*")
-        folder = Path(fetch(revision=found[2], allow_patterns=["*.json", "*.jinja"]))
+        fetch = partial(snapshot_download, on_hub[1], ignore_patterns="*/*")
+        folder = Path(fetch(revision=on_hub[2], allow_patterns=["*.json", "*.jinja"]))
     if weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# smaller weights stay with MKL, because oneDNN compiles code for each new number of rows
-LARGE = 1 << 19 if torch.backends.mkldnn.is_available() else math.inf
+# Numbers in a weight that oneDNN multiplies. Smaller ones stay with MKL, because oneDNN compiles
+# code for each new number of rows.
+LARGE_WEIGHT = 1 << 19 if torch.backends.mkldnn.is_available() else math.inf
 # NF4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution
 NF4 = torch.tensor(
     [
@@ -45,26 +46,27 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
 class Linear(nn.Linear):
     """`nn.Linear`, computed in the precision of its input or of autocast."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return linear(inputs, self.weight, self.bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`. A weight of another type than `x` must be frozen.
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`inputs @ weight.T + bias`, `[..., in]` -> `[..., out]`.
 
-    On a CPU and without gradients, oneDNN computes large products in float32. MKL, which torch
-    calls, was measured to take up to twice as long when `x` has few rows.
+    A weight of another type than `inputs` must be frozen. On a CPU and without gradients, oneDNN
+    computes large products in float32. MKL, which torch calls, was measured to take up to twice as
+    long when there are few rows.
     """
-    kind = x.device.type
+    kind = inputs.device.type
     is_low = torch.is_autocast_enabled(kind)
-    if weight.dtype == x.dtype or (is_low and weight.is_floating_point()):
-        plain = is_low or torch.is_grad_enabled() or weight.numel() < LARGE
-        if plain or (kind, x.dtype) != ("cpu", torch.float32):
-            return F.linear(x, weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    x = x.to(torch.get_autocast_dtype(kind)) if is_low else x
-    out = _FrozenWeight.apply(x, weight)
+    if weight.dtype == inputs.dtype or (is_low and weight.is_floating_point()):
+        plain = is_low or torch.is_grad_enabled() or weight.numel() < LARGE_WEIGHT
+        if plain or (kind, inputs.dtype) != ("cpu", torch.float32):
+            return F.linear(inputs, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    if is_low:
+        inputs = inputs.to(torch.get_autocast_dtype(kind))
+    out = _FrozenWeight.apply(inputs, weight)
     return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -76,10 +78,10 @@ class _FrozenWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
         assert not weight.requires_grad
         ctx.save_for_backward(weight)
-        return linear(x, dense(weight, x.dtype))
+        return linear(inputs, dense(weight, inputs.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

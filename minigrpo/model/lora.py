@@ -29,38 +29,36 @@ class LoRALinear(Linear):
     def __init__(self, base: Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         """`base` gives its parameters to this layer. A is uniform in +-1 / sqrt(in), as in PEFT."""
         super().__init__(base.in_features, base.out_features, device="meta")  # takes no memory
-        self.weight, self.bias = base.weight, base.bias
+        self.weight = base.weight
+        self.bias = base.bias
         self.scale = alpha / rank
         bound = 1 / math.sqrt(base.in_features)
         drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(drawn)
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = super().forward(inputs)
         if self.scale == 0:
             return out
-        return out + linear(linear(x, self.lora_A), self.lora_B) * self.scale
+        return out + linear(linear(inputs, self.lora_A), self.lora_B) * self.scale
 
 
 def add_adapters(
     model: Transformer, rank: int, alpha: float = 0, targets: str = "", seed: int = 0
 ) -> None:
-    """Freeze a model and add adapters, in place; with rank 0, do nothing.
-
-    Args:
-        rank, alpha, targets: values of --lora-rank, --lora-alpha and --lora-targets.
-    """
+    """Freeze a model and add adapters by --lora-rank etc., in place; with rank 0, do nothing."""
     if not rank:
         return
     chosen = {*targets.replace(" ", "").split(",")} - {""}
-    found = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
-    names = layer_names(found)
-    if unknown := chosen - {*names}:
+    linears = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
+    names = layer_names(linears)
+    unknown = chosen - {*names}
+    if unknown:
         raise ConfigError(f"--lora-targets: {', '.join(unknown)} is none of {', '.join(names)}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for name, base in found.items():
+    for name, base in linears.items():
         # c_proj is the name of two layers of a GPT-2 block; both are meant
         if not chosen or name.split(".")[-1] in chosen:
             model.h.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
@@ -95,12 +93,10 @@ def merge_adapters(model: Transformer) -> Transformer:
         plain = Linear(layer.in_features, layer.out_features, device="meta")
         change = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
         merged = (layer.weight.double() + change).to(layer.lora_A.dtype)
-        plain.weight, plain.bias = nn.Parameter(merged), layer.bias
+        plain.weight = nn.Parameter(merged)
+        plain.bias = layer.bias
         model.set_submodule(name, plain)
     return model.requires_grad_(True)
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -114,9 +110,6 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict({**frozen, **state})
 
 
-# --- files of PEFT --------------------------------------------------------------------------------
-
-
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
     prefix = f"base_model.model.{GPT2_PREFIX if model.shape.is_gpt2 else ''}"
@@ -127,22 +120,20 @@ def peft_names(model: Transformer) -> dict[str, str]:
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
     """The adapters as `PeftModel.from_pretrained(base_model, folder)` loads them.
 
-    Args:
-        base: the name or path of the model that the adapters belong to; for a model on the Hub,
-            perhaps with @REVISION.
-
-    Returns:
-        Each file's name, and what writes the file to a path.
+    Of each file the name, and what writes it to a path. `base`: the name or path of the model that
+    the adapters belong to; on the Hub, perhaps with @REVISION.
     """
-    layers, names = adapters(model), peft_names(model)
+    layers = adapters(model)
     first = next(iter(layers.values()))
+    names = peft_names(model)
     tensors = {names[name]: x for name, x in trained_state(model).items()}
-    named = HUB_NAME.fullmatch(base)
+    on_hub = HUB_NAME.fullmatch(base)
+    name, revision = on_hub.groups() if on_hub else (base, None)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": named[1] if named else base,
-        "revision": named[2] if named else None,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": len(first.lora_A),
         "lora_alpha": first.scale * len(first.lora_A),
         "target_modules": layer_names(layers),
@@ -156,5 +147,5 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
 
 def load_peft(model: Transformer, file: Path) -> None:
     """Load what `peft_files` wrote into a model with the same adapters."""
-    _, tensors = read_tensors(file)
+    tensors = read_tensors(file)[1]
     load_trained(model, {name: tensors[stored] for name, stored in peft_names(model).items()})

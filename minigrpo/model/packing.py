@@ -74,16 +74,16 @@ from .logprobs import at_least_fp32
 # Two attention calls replace one only if together they compute at most this share of its scores.
 SPLIT_AT = 0.8
 MOST_CUTS = 32  # how many splits of many rows are tried
-# the places of the tokens that a completion adds to the tree, and of its prompt and all its inputs
+# The places of the tokens that a completion adds to the tree, and of its prompt and all its inputs.
 AddedRow = tuple[Sequence[int], Sequence[int]]
 
 
-def rows_of(x: Tensor, rows: Tensor) -> Tensor:
+def rows_of(packed: Tensor, rows: Tensor) -> Tensor:
     """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`.
 
-    index_select has a parallel backward; the backward of `x[rows]` is a serial index_put.
+    index_select has a parallel backward; the backward of `packed[rows]` is a serial index_put.
     """
-    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+    return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -98,25 +98,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
         mask: `[B, 1, R * T, T']`, 0 or -inf.
     """
     share = q.shape[1] // k.shape[1]
-    compute = plain_attention if q.device.type == "mps" else F.scaled_dot_product_attention
     if mask is None:
         k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return compute(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
-    return compute(rows, k, v, attn_mask=mask).unflatten(2, (share, -1)).flatten(1, 2)
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """F.scaled_dot_product_attention without torch's kernels, causal unless there is a mask.
-
-    On Apple GPUs these were wrong without an error: of transposed tensors, and of causal attention
-    in bfloat16 (pytorch/pytorch, issues 181133 and 195910).
-    """
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    mask = torch.full_like(scores, -torch.inf).triu(1) if attn_mask is None else attn_mask
-    return (scores + mask).softmax(-1) @ v
+    attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+    return attended.unflatten(2, (share, -1)).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -135,11 +122,13 @@ class CompletionRows:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
         if not self.masks:  # one for all layers; else autograd would keep one of each
-            share, keys = q.shape[1] // k.shape[1], self.keys.shape[1]
+            share = q.shape[1] // k.shape[1]
+            num_keys = self.keys.shape[1]
             last = self.last.repeat(1, share)[:, None, :, None]
             # rows of a multiple of 8 in memory, because CUDA's attention would copy others
-            hidden = torch.arange(keys + -keys % 8, device=last.device) > last
-            self.masks.append(hidden.to(q.dtype).masked_fill_(hidden, -torch.inf)[..., :keys])
+            unseen = torch.arange(num_keys + -num_keys % 8, device=last.device) > last
+            mask = unseen.to(q.dtype).masked_fill_(unseen, -torch.inf)
+            self.masks.append(mask[..., :num_keys])
         # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
         wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
         k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
@@ -170,20 +159,16 @@ class Packing:
 
 
 def pack(
-    completions: Completions, device: torch.device | str = "cpu", share: bool = True
+    completions: Completions, device: torch.device | str = "cpu", *, share: bool = True
 ) -> Packing:
-    """The packing `prefix-tree`, or without sharing `repeated`, on a device.
-
-    Args:
-        completions: on the host.
-    """
-    ids: list[int] = []  # of the packed tokens
-    positions: list[int] = []
+    """The packing `prefix-tree`, or without sharing `repeated`, of completions on the host."""
+    ids, positions = list[int](), list[int]()  # of the packed tokens
     child: dict[tuple[int, int], int] = {}  # (place, next token) -> place of that token
     predictions: dict[tuple[int, int], int] = {}  # (place, next token) -> number
     causal: list[Sequence[int]] = []
     added: list[AddedRow] = []
-    mask, lengths = completions.completion_mask.numpy(), completions.completion_len.tolist()
+    mask = completions.completion_mask.numpy()
+    lengths = completions.completion_len.tolist()
     index = np.zeros(mask.shape, dtype=np.int64)
     for p, prompt_len in enumerate(completions.prompt_len.tolist()):
         for g, padded in enumerate(completions.completion_ids[p].tolist()):
@@ -192,7 +177,8 @@ def pack(
                 prompt = range(len(ids), len(ids) + prompt_len)
                 ids += completions.prompt_ids[p, :prompt_len].tolist()
                 positions += range(prompt_len)
-            num_before, path = len(ids), [*prompt]
+            num_before = len(ids)
+            path = [*prompt]
             for token in completion[:-1]:
                 place = child.setdefault((path[-1], token), len(ids))
                 if place == len(ids):  # a new node
@@ -210,12 +196,16 @@ def pack(
             causal.append(prompt)
     # if all completions are empty, the masked index still needs a valid entry
     sources, targets = zip(*predictions or [(0, 0)], strict=True)
-    depth, causal_rows, added_rows = np.array(positions), _padded(causal), []
+    depth = np.array(positions)
+    causal_rows = _padded(causal)
+    added_rows = []
+    places = [causal_rows.ravel()]
     for part in _split_by_length(added):
-        queries, keys = (_padded(rows) for rows in zip(*part, strict=True))
+        queries, keys = map(_padded, zip(*part, strict=True))
         added_rows.append((queries, keys, depth[queries]))
+        places.append(queries.ravel())
     # padding repeats the first token of its row, so the first place of a token is its own
-    places = [causal_rows.ravel(), *(queries.ravel() for queries, *_ in added_rows)]
+    first_places = np.unique(np.concatenate(places), return_index=True)[1]
     with torch.device(device):
         return Packing(
             ids=torch.tensor(ids),
@@ -225,15 +215,14 @@ def pack(
             index=torch.tensor(index),
             mask=torch.tensor(mask),
             causal_rows=torch.tensor(causal_rows),
-            completion_rows=tuple(CompletionRows(*map(torch.tensor, x)) for x in added_rows),
-            unpad=torch.tensor(np.unique(np.concatenate(places), return_index=True)[1]),
+            completion_rows=tuple(CompletionRows(*map(torch.tensor, rows)) for rows in added_rows),
+            unpad=torch.tensor(first_places),
         )
 
 
-PACKINGS: dict[str, Callable[..., Packing]] = {
-    "repeated": partial(pack, share=False),
-    "prefix-tree": pack,
-}
+# by the values of --packing; both take completions on the host, and a device
+Pack = Callable[[Completions, torch.device], Packing]
+PACKINGS: dict[str, Pack] = {"repeated": partial(pack, share=False), "prefix-tree": pack}
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
@@ -247,11 +236,14 @@ def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:
     if not added:
         return []
     rows = sorted(added, key=lambda row: -len(row[0]))
-    best, fewest = [rows], SPLIT_AT * _num_scores(rows)
+    best = [rows]
+    fewest = SPLIT_AT * _num_scores(rows)
     for cut in range(1, len(rows), 1 + len(rows) // MOST_CUTS):
         parts = [rows[:cut], rows[cut:]]
-        if (number := sum(map(_num_scores, parts))) <= fewest:
-            best, fewest = parts, number
+        number = sum(map(_num_scores, parts))
+        if number <= fewest:
+            best = parts
+            fewest = number
     return best
 
 

@@ -22,12 +22,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The family and the sizes of a decoder. A size of 0 follows from the others.
-
-    The types are those that pydantic demands of a file: see hf.py.
+    """The family and the sizes of a decoder, with the types that pydantic demands of files (hf.py).
 
     GPT-2 has LayerNorm, learned positions, one projection for queries, keys and values, a GELU,
-    and biases. The other families have RMSNorm, rotary positions, three projections and SwiGLU.
+    and biases. The other families have RMSNorm, rotary positions, three projections and SwiGLU; of
+    their linear layers, those for queries, keys and values have biases in Qwen2.
     """
 
     vocab_size: PositiveInt
@@ -36,6 +35,7 @@ class ModelShape:
     width: PositiveInt = 128
     heads: PositiveInt = 8
     family: str = "gpt2"  # a row of FAMILIES in hf.py
+    # a size of 0 follows from the others
     kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
     head_dim: NonNegativeInt = 0  # 0: width / heads
     mlp_width: NonNegativeInt = 0  # 0: 4 * width
@@ -43,6 +43,9 @@ class ModelShape:
     rope_theta: float = 1e4  # base of the rotary positions
     rope_scaling: RopeScaling | None = None
     tied: bool = True  # the output head is the token embedding
+    # biases where the family says nothing of them, see BIASES in hf.py
+    attention_bias: bool = False  # of all four projections
+    mlp_bias: bool = False  # of all three layers
 
     def __post_init__(self) -> None:
         derived = {

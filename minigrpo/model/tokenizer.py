@@ -1,5 +1,7 @@
 """Tokenizers: a tokenizer.json, run by the `tokenizers` package, and the files beside it.
 
+That of GPT-2 is made from tiktoken's vocabulary, see gpt2_vocabulary.py.
+
 No text gives special tokens: what spells one stays text. Only a chat template writes them.
 
 The tokenizer for chess, in assets/chess, is one of them. Any character is a token there, so that
@@ -11,9 +13,10 @@ merged tokens would hide that.
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,16 @@ import tokenizers
 
 from ..errors import refusing
 from .chat import Chat
+from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
 from .hf import CONFIG, hub_folder, read_json
 
-END_OF_TEXT = "<|endoftext|>"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE)
-# short names -> folder, or name on the Hub
-SHIPPED = files("minigrpo.assets")
-KNOWN = {"gpt2": "openai-community/gpt2"} | {x: str(SHIPPED / x) for x in ("chess", "dialogue")}
+ASSETS = resources.files("minigrpo.assets")
+SHIPPED = {name: str(ASSETS / name) for name in ("chess", "dialogue", GPT2)}  # the folders
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,19 @@ class Tokenizer:
         """The text of tokens, all special ones included."""
         return self.engine.decode(ids, skip_special_tokens=False)
 
+    def save(self, folder: Path) -> None:
+        """Write the files that `load_tokenizer`, transformers and others load."""
+        for file in filter(Path.is_file, [self.source / name for name in FILES]):
+            shutil.copyfile(file, folder / file.name)
+        if not (self.source / TOKENIZER).is_file():  # GPT-2's
+            self.engine.save(str(folder / TOKENIZER), pretty=False)
+        if self.chat:
+            (folder / CHAT_TEMPLATE).write_text(self.chat.source, "utf-8")
+        generation = folder / GENERATION_CONFIG  # says where `generate` has to stop
+        ends = [self.eot, *sorted(self.stops - {self.eot})]
+        settings = {"pad_token_id": self.eot, **read_json(generation), "eos_token_id": ends}
+        generation.write_text(json.dumps(settings))
+
 
 def load_tokenizer(name: str, chat_template: str | None = None, system: str = "") -> Tokenizer:
     """The tokenizer of --tokenizer. Raises ConfigError.
@@ -88,60 +104,63 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
         chat_template: a file that is used instead of the model's own chat template.
         system: a system message for all messages without one.
     """
-    folder = hub_folder(KNOWN.get(name, name), weights=False)
-    folder = folder.parent if folder.name == TOKENIZER else folder
+    folder = hub_folder(SHIPPED.get(name, name), weights=False)
+    if folder.name == TOKENIZER:
+        folder = folder.parent
     with refusing(f"--tokenizer {name}"):
-        return _read(name, folder, chat_template, system)
+        engine = gpt2_engine() if name == GPT2 else _read_engine(folder)
+        settings = read_json(folder / TOKENIZER_CONFIG)
+
+        # 1. The tokens that end a text, by all files that say so; first the one that is named.
+        named = {  # bos_token, eos_token, ... -> their texts
+            key: token["content"] if isinstance(token, dict) else token
+            for key, token in settings.items()
+            if key.endswith("_token") and isinstance(token, str | dict)
+        }
+        stated: list[Any] = [engine.token_to_id(named.get("eos_token", END_OF_TEXT))]
+        for file in (GENERATION_CONFIG, CONFIG):
+            ids = read_json(folder / file).get("eos_token_id")
+            stated += ids if isinstance(ids, list) else [ids]
+        ends = [number for number in stated if number in range(engine.get_vocab_size())]
+        if not ends:
+            raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
+
+        # 2. Special tokens: also named ones, and added ones that end a text. An entry of
+        # tokenizer.json does not always say that its token is special.
+        added = engine.get_added_tokens_decoder()
+        control = {*named.values(), *(added[number].content for number in ends if number in added)}
+        engine.add_special_tokens(
+            [text for text in control if engine.token_to_id(text) is not None]
+        )
+        added = engine.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        # what tokenizer.json puts before every text
+        alone = engine.encode("a", add_special_tokens=False).ids
+        whole = engine.encode("a").ids
+        prefix = whole[: whole.index(alone[0])]
+
+        # 3. The chat template: of --chat-template, of a file of its own, or of the settings.
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # of several
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template_file = Path(chat_template or folder / CHAT_TEMPLATE)
+        if chat_template or template_file.is_file():
+            template = template_file.read_text(encoding="utf-8-sig")  # some editors write a mark
+        if system and not template:
+            raise ValueError("--system needs a chat template, such as that of --chat-template")
+        where = f"the chat template of {chat_template or name}"
+        chat = Chat(template, where, named, list(special), system) if template else None
+        turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
+    stops = frozenset({*ends, turn_end})
+    return Tokenizer(name, folder, engine, special, prefix, ends[0], turn_end, stops, chat)
 
 
-def _read(name: str, folder: Path, chat_template: str | None, system: str) -> Tokenizer:
+def _read_engine(folder: Path) -> tokenizers.Tokenizer:
     engine = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
     engine.no_truncation()  # some files were saved with both
     engine.no_padding()
-    texts = {number: text for text, number in engine.get_vocab().items()}
-    if max(texts) >= len(texts):
+    ids = set(engine.get_vocab().values())
+    if max(ids) >= len(ids):
         # a model could sample an id without a token, and would learn from what nobody sees
         raise ValueError(f"{folder}: some ids below the largest have no token")
-    settings = read_json(folder / TOKENIZER_CONFIG)
-    named = {  # bos_token, eos_token, ...
-        key: token["content"] if isinstance(token, dict) else token
-        for key, token in settings.items()
-        if key.endswith("_token") and isinstance(token, str | dict)
-    }
-    ends: list[Any] = [engine.token_to_id(named.get("eos_token", END_OF_TEXT))]
-    for more in (GENERATION_CONFIG, CONFIG):
-        found = read_json(folder / more).get("eos_token_id")
-        ends += found if isinstance(found, list) else [found]
-    ends = [number for number in ends if number in texts]
-    # a token that is named or ends a text is special, even if its entry does not say so
-    added = engine.get_added_tokens_decoder()
-    control = {*named.values(), *(texts[number] for number in ends if number in added)}
-    engine.add_special_tokens([text for text in control if text in texts.values()])
-    added = engine.get_added_tokens_decoder()
-    special = {token.content: number for number, token in added.items() if token.special}
-    if not ends:
-        raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
-
-    source = settings.get("chat_template")
-    if isinstance(source, list):  # of several
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    file = Path(chat_template or folder / CHAT_TEMPLATE)
-    if chat_template or file.is_file():
-        source = file.read_text(encoding="utf-8-sig")  # some editors write a mark
-    if system and not source:
-        raise ValueError("--system needs a chat template, such as that of --chat-template")
-    where = f"the chat template of {chat_template or name}"
-    chat = Chat(source, where, named, list(special), system) if source else None
-    turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
-    whole, plain = (engine.encode("a", add_special_tokens=on).ids for on in (True, False))
-    return Tokenizer(
-        name,
-        folder,
-        engine,
-        special,
-        prefix=whole[: whole.index(plain[0])],
-        eot=ends[0],
-        turn_end=turn_end,
-        stops=frozenset({*ends, turn_end}),
-        chat=chat,
-    )
+    return engine

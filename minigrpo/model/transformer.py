@@ -1,18 +1,19 @@
 """A decoder-only transformer on packed tokens: GPT-2, Llama, Qwen and their relatives.
 
-What differs from the textbook: blocks take packed tokens `x [N, D]`, not `[batch, time, D]`, and
-call a function `attend` that determines which tokens attend to which (packing.py for training,
+What differs from the textbook: blocks take packed tokens `[N, D]`, not `[batch, time, D]`, and call
+a function `attend` that determines which tokens attend to which (packing.py for training,
 decoder.py for decoding). So a training forward spends no linear layer on padding, and runs shared
 tokens once. `ModelShape` says which variant of each part a model has.
 """
 
-import operator
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .linear import Linear, linear
 from .logprobs import at_least_fp32, token_logprobs
@@ -21,43 +22,35 @@ from .shape import ModelShape as ModelShape
 from .weights import Weights
 
 # The attention of one layer: its number, q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed
-# tokens, H heads of queries, K heads of keys and values (K divides H), heads of size E.
+# tokens, H heads of queries, K heads of keys and values, heads of size E.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rotate = Callable[[Tensor], Tensor]
+Rotate = Callable[[Tensor], Tensor]  # [N, H, E] -> [N, H, E]
+T = TypeVar("T")
 
 
-# --- positions and attention ----------------------------------------------------------------------
+class QKV(NamedTuple):
+    """What attention takes; K divides H."""
 
-
-def attention(
-    attend: Callable[..., Tensor], rotate: Rotate | None, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
-    """`attend` on rotated queries and keys, always in float32 or wider on a CPU.
-
-    On a CPU, the backward pass of torch's attention was measured to take three times as long in
-    bfloat16.
-    """
-    with torch.autocast("cpu", enabled=False):
-        if q.device.type == "cpu":
-            q, k, v = (at_least_fp32(x) for x in (q, k, v))
-        if rotate:
-            q, k = rotate(q), rotate(k)
-        return attend(q, k, v)
+    q: Tensor  # [N, H, E] queries
+    k: Tensor  # [N, K, E] keys
+    v: Tensor  # [N, K, E] values
 
 
 def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
-    """A function that rotates `x [N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
+    """A function that rotates heads `[N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
     The first half of a head is rotated against the second half, as in Llama's files; in float32 or
     wider, whatever the model's precision.
     """
     angles = positions[:, None, None] * frequencies(shape, positions.device)
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # [N, 1, E]
+    cos, sin = angles.cos(), angles.sin()  # [N, 1, E / 2]
+    cos_of_both = torch.cat([cos, cos], dim=-1)  # [N, 1, E]
+    sin_of_both = torch.cat([-sin, sin], dim=-1)
 
-    def rotate(x: Tensor) -> Tensor:
-        swapped = at_least_fp32(x).roll(x.shape[-1] // 2, dims=-1)  # the halves
-        return torch.addcmul(at_least_fp32(x) * cos, swapped, sin).to(x.dtype)
+    def rotate(heads: Tensor) -> Tensor:
+        wide = at_least_fp32(heads)
+        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves
+        return torch.addcmul(wide * cos_of_both, swapped, sin_of_both).to(heads.dtype)
 
     return rotate
 
@@ -66,13 +59,14 @@ def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
 def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     """Rotary frequencies `[E / 2]` float32, in radians per position."""
     numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
-    found = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
-    if scaling := shape.rope_scaling:
-        turns = scaling.original_max_position_embeddings * found / (2 * torch.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        share = ((turns - low) / (high - low)).clamp(0, 1)
-        found = found * share + found / scaling.factor * (1 - share)
-    return found.to(device)
+    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return plain.to(device)
+    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the plain frequency
+    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
 
 
 # --- the parts of a block, with the names that parameters have in files ---------------------------
@@ -84,8 +78,8 @@ class RMSNorm(nn.RMSNorm):
     The result is in that of its input: norms must not double the cache of keys under autocast.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.to(self.weight.dtype)).to(hidden.dtype)
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -101,13 +95,13 @@ class GPT2Projections(nn.Module):
         self.c_attn = Linear(shape.width, 3 * shape.width)
         self.c_proj = Linear(shape.width, shape.width)
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[N, D]` -> queries, keys and values, `[N, H, E]` each."""
-        return self.c_attn(x).view(len(x), 3, self.heads, -1).unbind(1)
+    def qkv(self, hidden: Tensor) -> QKV:
+        """Of hidden states `[N, D]`."""
+        return QKV(*self.c_attn(hidden).view(len(hidden), 3, self.heads, -1).unbind(1))
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""
-        return self.c_proj(x.flatten(1))
+        return self.c_proj(attended.flatten(1))
 
 
 class LlamaProjections(nn.Module):
@@ -115,27 +109,28 @@ class LlamaProjections(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.head_dim, has_bias = shape.head_dim, shape.family == "qwen2"
+        self.head_dim = shape.head_dim
+        qkv_bias = shape.attention_bias or shape.family == "qwen2"
         queries = shape.heads * shape.head_dim
-        self.q_proj = Linear(shape.width, queries, bias=has_bias)
-        self.k_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
-        self.v_proj = Linear(shape.width, shape.kv_width, bias=has_bias)
-        self.o_proj = Linear(queries, shape.width, bias=False)
+        self.q_proj = Linear(shape.width, queries, bias=qkv_bias)
+        self.k_proj = Linear(shape.width, shape.kv_width, bias=qkv_bias)
+        self.v_proj = Linear(shape.width, shape.kv_width, bias=qkv_bias)
+        self.o_proj = Linear(queries, shape.width, bias=shape.attention_bias)
         norm: type[nn.Module] = RMSNorm if shape.family == "qwen3" else nn.Identity
         self.q_norm = norm(shape.head_dim, shape.norm_eps)  # of each head, before it is rotated
         self.k_norm = norm(shape.head_dim, shape.norm_eps)
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`[N, D]` -> queries `[N, H, E]`, keys and values `[N, K, E]`."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.q_norm(q), self.k_norm(k), v
+    def qkv(self, hidden: Tensor) -> QKV:
+        """Of hidden states `[N, D]`."""
+        heads = -1, self.head_dim
+        q = self.q_proj(hidden).unflatten(-1, heads)
+        k = self.k_proj(hidden).unflatten(-1, heads)
+        v = self.v_proj(hidden).unflatten(-1, heads)
+        return QKV(self.q_norm(q), self.k_norm(k), v)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""
-        return self.o_proj(x.flatten(1))
+        return self.o_proj(attended.flatten(1))
 
 
 class MLP(nn.Module):
@@ -146,8 +141,8 @@ class MLP(nn.Module):
         self.c_fc = Linear(shape.width, shape.mlp_width)
         self.c_proj = Linear(shape.mlp_width, shape.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh"))
 
 
 class GatedMLP(nn.Module):
@@ -155,32 +150,71 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.up_proj = Linear(shape.width, shape.mlp_width, bias=False)
-        self.down_proj = Linear(shape.mlp_width, shape.width, bias=False)
+        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+@cache
+def compiled_part(function: Callable[..., T]) -> Callable[..., T]:
+    """A part of a block, compiled once for all layers and any number of tokens."""
+    # it splits graphs to overlap communication, which compiling block by block allows already
+    torch._dynamo.config.optimize_ddp = False
+    return torch.compile(function, dynamic=True)
 
 
 class Block(nn.Module):
     """Attention and MLP, each after a norm and with a residual connection."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.attention = attention  # device.py keeps it out of compiled blocks
+        self.layer = layer
+        self.rotates = shape.rotates(layer)
         self.ln_1 = make_norm(shape)
         self.attn = (GPT2Projections if shape.is_gpt2 else LlamaProjections)(shape)
         self.ln_2 = make_norm(shape)
         self.mlp = (MLP if shape.is_gpt2 else GatedMLP)(shape)
 
-    def forward(self, x: Tensor, attend: Callable[..., Tensor], rotate: Rotate | None) -> Tensor:
-        q, k, v = self.attn.qkv(self.ln_1(x))
-        x = x + self.attn.project(self.attention(attend, rotate, q, k, v))
-        return x + self.mlp(self.ln_2(x))
+    def forward(
+        self, hidden: Tensor, attend: Attend, rotate: Rotate | None, compiled: bool
+    ) -> Tensor:
+        """`[N, D]` -> `[N, D]`.
+
+        What comes before attention and what comes after it may be compiled. Attention itself is
+        not: its shapes differ from batch to batch, so it would be compiled over and over. On a CPU
+        it is in float32 or wider: in bfloat16, the backward pass of torch's attention was measured
+        to take three times as long.
+        """
+        before, after = Block.before_attention, Block.after_attention
+        if compiled:
+            before, after = compiled_part(before), compiled_part(after)
+        q, k, v = before(self, hidden)
+        with torch.autocast("cpu", enabled=False):
+            if q.is_cpu:
+                q, k, v = map(at_least_fp32, (q, k, v))
+            if rotate and self.rotates:
+                q, k = rotate(q), rotate(k)
+            attended = attend(self.layer, q, k, v)
+        return after(self, hidden, attended)
+
+    def before_attention(self, hidden: Tensor) -> QKV:
+        """Of the block's inputs `[N, D]`."""
+        return self.attn.qkv(self.ln_1(hidden))
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The block's inputs `[N, D]` and attention's results `[N, H, E]` -> `[N, D]`."""
+        hidden = hidden + self.attn.project(attended)
+        return hidden + self.mlp(self.ln_2(hidden))
 
 
-# --- the model ----------------------------------------------------------------------------------
+class Predictions(NamedTuple):
+    """What a model says about completion tokens: float32 or wider, in nats, 0 where masked."""
+
+    logp: Tensor  # [P, G, S] log-probability of each token
+    entropy: Tensor  # [P, G, S] of the distribution over the vocabulary in its place
 
 
 class Transformer(Weights):
@@ -190,15 +224,26 @@ class Transformer(Weights):
         """Random weights from `seed`; with None the model is on `meta`, without memory."""
         super().__init__()
         self.shape = shape
-        self.run_block: Callable[..., Tensor] = operator.call  # or with checkpoints: see device.py
+        self.checkpointing, self.compiled = False, False  # those of a copy for training may be True
         with torch.device("meta"):  # where torch's own initialisation takes no time
             self.wte = nn.Embedding(shape.vocab_size, shape.width)
             self.wpe = nn.Embedding(shape.context, shape.width) if shape.is_gpt2 else None
-            self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+            self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
             self.ln_f = make_norm(shape)
             self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
+
+    def for_training(self, *, checkpointing: bool, compiled: bool) -> Self:
+        """A copy of the modules that shares all parameters, and trains with less memory or time.
+
+        Of blocks it keeps only the inputs and computes the rest again (`checkpointing`), or runs
+        them through torch.compile. The sampler's shapes differ in every round: it keeps this model.
+        """
+        trained = self.sharing_weights()
+        trained.checkpointing = checkpointing
+        trained.compiled = compiled
+        return trained
 
     @property
     def device(self) -> torch.device:
@@ -212,21 +257,21 @@ class Transformer(Weights):
     def forward_hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states `[N, D]` of N packed tokens, of any texts in any order.
 
-        Args:
-            ids: `[N]` int64.
-            positions: `[N]` int64, the position of each token in its own text.
-            attend: which tokens attend to which.
+        `ids [N]` and `positions [N]`, of each token in its own text, are int64.
         """
-        x = self.wte(ids).to(self.ln_f.weight.dtype)  # frozen embeddings may be in lower precision
+        # frozen embeddings may be in lower precision
+        hidden = self.wte(ids).to(self.ln_f.weight.dtype)
         rotate = None
-        if self.wpe is not None:
-            x = x + self.wpe(positions)
-        else:
+        if self.wpe is None:
             rotate = rotation(self.shape, positions)
-        for layer, block in enumerate(self.h):
-            how = rotate if self.shape.rotates(layer) else None
-            x = self.run_block(block, x, partial(attend, layer), how)
-        return self.ln_f(x)
+        else:
+            hidden = hidden + self.wpe(positions)
+        # the backward pass computes a block's activations again; nothing in them is random
+        recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for block in self.h:
+            inputs = hidden, attend, rotate, self.compiled
+            hidden = recompute(block, *inputs) if self.checkpointing else block(*inputs)
+        return self.ln_f(hidden)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
@@ -236,36 +281,23 @@ class Transformer(Weights):
         """Plain causal forward of right-padded rows: `[B, T]` int64 -> `[B, T, V]`."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.unflatten(0, ids.shape).transpose(1, 2) for x in (q, k, v))  # [B, H, T, E]
-            return sdpa(q, k, v).transpose(1, 2).flatten(0, 1)
+            rows = [x.unflatten(0, ids.shape).transpose(1, 2) for x in (q, k, v)]  # [B, H, T, E]
+            return sdpa(*rows).transpose(1, 2).flatten(0, 1)
 
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
-    def predictors(self, packing: Packing) -> tuple[Tensor, Tensor]:
-        """The hidden states `[M, D]` that predict a completion token, and the head `[V, D]`."""
-        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
-        return hidden.index_select(0, packing.sources), self.head_weight
-
     def forward(
-        self,
-        packing: Packing,
-        temperature: float = 1.0,
-        learn_entropy: bool = False,
-        other: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Log-probability of each completion token, and the entropy of its distribution.
+        self, packing: Packing, temperature: float = 1.0, learn_entropy: bool = False
+    ) -> Predictions:
+        """Log-probabilities of a packing's completion tokens, of logits / temperature.
 
-        The output head runs only on the M packed tokens that predict a completion token.
-
-        Args:
-            learn_entropy: whether the entropy has a gradient.
-            other: `predictors` of a frozen model; then the KL to it is the third result.
-
-        Returns:
-            Tensors `[P, G, S]`, float32 or wider, in nats, 0 where masked.
+        The output head runs only on the M packed tokens that predict a completion token. With
+        `learn_entropy` the entropy has a gradient.
         """
-        hidden, head = self.predictors(packing)
-        found = token_logprobs(hidden, head, packing.targets, temperature, learn_entropy, other)
-        return tuple(x[packing.index].where(packing.mask, 0) for x in found)
+        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
+        hidden = hidden.index_select(0, packing.sources)  # [M, D]
+        both = token_logprobs(hidden, self.head_weight, packing.targets, temperature, learn_entropy)
+        # [M] -> [P, G, S]
+        return Predictions(*(numbers[packing.index].where(packing.mask, 0) for numbers in both))

@@ -1,5 +1,6 @@
 """Where a model's weights come from, and where they go: random numbers, and files."""
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -10,7 +11,19 @@ from typing import Self
 import torch
 from torch import nn
 
-from .hf import SHAPE, TRANSPOSED, load_weights, read_model, stored_name, write_tensors
+from ..errors import ConfigError, refusing
+from .hf import (
+    CONFIG,
+    FOR_TRANSFORMERS,
+    SHAPE,
+    TRANSPOSED,
+    WEIGHTS,
+    read_model,
+    stored_name,
+    to_state,
+    write_config,
+    write_tensors,
+)
 from .linear import to_nf4
 from .shape import ModelShape
 
@@ -55,13 +68,23 @@ class Weights(nn.Module):
         """A model from a folder as Hugging Face writes it, or from one safetensors file.
 
         A folder with a config.json alone is random weights from `seed`. `matrices`: see `store`.
+        Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
         """
         shape, tensors = read_model(Path(path))
         model = cls(shape, None if tensors else seed)
         if tensors:
-            load_weights(model, tensors)
+            state = to_state(shape, model.state_dict().keys(), tensors)
+            with refusing("the weights do not fit config.json"):
+                model.load_state_dict(state, assign=True)
+            for name, parameter in model.named_parameters():
+                if not torch.stack(parameter.aminmax()).isfinite().all():
+                    raise ConfigError(f"{name} in the model's file has values that are not finite")
         model.store(matrices)
         return model
+
+    def sharing_weights(self) -> Self:
+        """A copy of the modules that shares their parameters."""
+        return copy.deepcopy(self, {id(parameter): parameter for parameter in self.parameters()})
 
     def store(self, matrices: str) -> None:
         """Copy weights, one after the other, into float32, or matrices into bfloat16.
@@ -85,13 +108,15 @@ class Weights(nn.Module):
                 part.weight = nn.Parameter(part.weight.detach()[:number].clone())
 
     def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
-        """Write a safetensors file in float32, which `from_pretrained` reads.
-
-        Args:
-            header: by default the shape, so that the file needs no config.json.
-        """
+        """Write a float32 file for `from_pretrained`, by default with the shape as its header."""
         tensors = {
-            stored_name(self.shape, name): x.t() if name.endswith(TRANSPOSED) else x
-            for name, x in self.state_dict().items()
+            stored_name(self.shape, name): tensor.t() if name.endswith(TRANSPOSED) else tensor
+            for name, tensor in self.state_dict().items()
         }
         write_tensors(tensors, Path(path), header or {SHAPE: json.dumps(asdict(self.shape))})
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that `from_pretrained` loads, transformers' and ours."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_pretrained(folder / WEIGHTS, FOR_TRANSFORMERS)
+        (folder / CONFIG).write_text(json.dumps(write_config(self.shape), indent=1) + "\n")

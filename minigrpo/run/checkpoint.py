@@ -3,9 +3,9 @@
     checkpoints/step_000100/state.pt        plain types and tensors, loaded with weights_only=True
     checkpoints/step_000100/manifest.json   the sha256 of state.pt
 
-Files and checkpoints are written aside, flushed to disk and renamed, so that a kill or a full disk
-leaves the old contents, never a part of the new ones. The hash is needed because torch loads a file
-with a flipped bit without complaint.
+Files and folders are written aside, flushed to disk and renamed, so that a kill or a full disk
+leaves the old contents, never a part of the new ones. Torch loads a file with a flipped bit without
+complaint, hence the hash.
 """
 
 import errno
@@ -25,11 +25,9 @@ from torch.utils._pytree import tree_leaves
 from ..types import ConfigError, Warn
 
 State = dict[str, Any]
-STATE, MANIFEST, CHECKPOINTS = "state.pt", "manifest.json", "checkpoints"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-# --- files and folders that are written whole or not at all ---------------------------------------
+STATE = "state.pt"
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -63,17 +61,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's folder; -1 for any other name."""
-    found = re.fullmatch(r"step_([0-9]{6,})", path.name)
-    return int(found[1]) if found else -1
+    match = re.fullmatch(r"step_([0-9]{6,})", path.name)
+    return int(match[1]) if match else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder by step, damaged ones too. Other names do not count."""
+    """The checkpoints in a folder by step, damaged ones too."""
     return sorted((path for path in folder.glob("step_*") if step_of(path) >= 0), key=step_of)
 
 
@@ -81,8 +76,7 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
     """Write the checkpoint of state["step"], then keep the newest `keep_last` up to it.
 
     With no room on the disk, but two older whole ones, the oldest of them is given up for it.
-    Raises OSError for a full disk, and ValueError if a value is not finite; then nothing partial is
-    left.
+    Otherwise a full disk raises OSError, and a value that is not finite ValueError.
     """
     if not is_finite(state):
         raise ValueError("some values are not finite")
@@ -105,7 +99,7 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
         write_atomically(target, write)
     except OSError as error:
         whole = [path for path in older if is_whole(path)]
-        if error.errno not in NO_ROOM or len(whole) < 2:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(whole) < 2:
             raise
         shutil.rmtree(whole[0])
         save_checkpoint(folder, state, keep_last=keep_last)
@@ -122,8 +116,7 @@ def is_finite(state: State) -> bool:
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint's manifest can be read and has the sha256 of its state."""
     try:
-        promised: str = json.loads((path / MANIFEST).read_bytes())["files"][STATE]
-        return promised == sha256(path / STATE)
+        return json.loads((path / MANIFEST).read_bytes())["files"][STATE] == sha256(path / STATE)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -131,16 +124,15 @@ def is_whole(path: Path) -> bool:
 def newest(path: Path, warn: Warn) -> Path:
     """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one.
 
-    `warn` names those that are damaged. Raises ConfigError if there is none.
+    Raises ConfigError if there is none.
     """
-    for found in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
-        if is_whole(found):
-            return found
-        warn(f"{found}: missing or damaged, so it is no whole checkpoint")
+    for checkpoint in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
+        if is_whole(checkpoint):
+            return checkpoint
+        warn(f"{checkpoint}: missing or damaged, so it is no whole checkpoint")
     raise ConfigError(f"{path}: has no whole checkpoint")
 
 
 def load_checkpoint(path: Path) -> State:
     """The state in the folder of a whole checkpoint, on the CPU."""
-    state: State = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    return state
+    return torch.load(path / STATE, map_location="cpu", weights_only=True)

@@ -8,24 +8,24 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..config import Config
 from ..metrics import SAMPLED, headline
 from ..runtime.statistics import Estimate
 from ..task import Task
-
-SECONDS_BETWEEN_LINES = 15.0  # of progress
+from .logging import LogLine
 
 
 class Console:
-    """Where a run, or a command, prints: the main process alone, but every process may warn."""
+    """Where a run or a command prints: the main process alone, but every process may warn."""
 
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
-        self.quiet, self.rank = quiet or rank > 0, rank
-        self.last_line = 0.0  # when the last line of progress was printed
-        self.since = list[float]()  # the reward or loss of each step since then
-        self.evaluations: dict[float, Mapping[str, Estimate]] = {}  # by step, with intervals
+        self.quiet = quiet or rank > 0
+        self.rank = rank
+        self.line_printed_at = 0.0  # the time of the last line of progress
+        self.values_since_line: list[float] = []  # the reward or loss of each step since then
+        self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
 
     def say(self, text: str, stream: TextIO | None = None) -> None:
         """Print a line, to stdout unless quiet. A closed terminal or pipe must not end a run."""
@@ -48,16 +48,21 @@ class Console:
     # --- the messages of a run ------------------------------------------------------------------
 
     def introduce(
-        self, config: Config, task: Task, weights: Mapping[str, float], processes: int, device: str
+        self,
+        config: Config,
+        why: Mapping[str, str],
+        task: Task,
+        weights: Mapping[str, float],
+        machines: str,
     ) -> None:
-        """Say what a step is, which layers are on, and what the reward is."""
-        prompts, group = config.sampling.prompts_per_step, config.sampling.group_size
+        """Say what a step is, why defaults are what they are, and what the reward is."""
+        prompts = config.sampling.prompts_per_step
+        completions = 1 if config.supervised else config.sampling.group_size
         self.say(
-            f"{config.loss.name}: {prompts} prompts x {1 if config.supervised else group} "
-            f"completions per step, on {processes} x {device}; "
-            f"learning rate {config.optimizer.learning_rate:g}"
+            f"{config.loss.name}: {prompts} prompts x {completions} completions per step, on "
+            f"{machines}; learning rate {config.optimizer.learning_rate:g}"
         )
-        self.defaults(config)
+        self.defaults(config, why)
         layers = {**config.speed.model_dump(), **config.memory.model_dump()}
         on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
         self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
@@ -66,54 +71,60 @@ class Console:
         if task.about:
             self.say(f"task: {task.about}")
 
-    def defaults(self, config: Config) -> None:
-        """Say which values in force are those that the task or the model brings, and why."""
+    def defaults(self, config: Config, why: Mapping[str, str]) -> None:
+        """Say which values the task or the model brings. `why`: see `config.settle`."""
         flat = config.flat()
-        for why, brought in config.brought().items():
-            if same := [f"{name} {x}" for name, x in brought.items() if flat[name] == x]:
-                self.say(f"defaults {why}: {', '.join(same)}")
+        for reason in dict.fromkeys(why.values()):
+            values = [f"{name} {flat[name]}" for name, brought in why.items() if brought == reason]
+            self.say(f"defaults for {reason}: {', '.join(values)}")
 
     def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
-        """Say now and then where a run is: its mean reward or loss, and the time left."""
-        now, name = time.monotonic(), "reward" if "reward" in metrics else "loss"
-        self.since.append(metrics[name])
-        if now - self.last_line >= SECONDS_BETWEEN_LINES or step == last_step:
-            self.last_line, left = now, int((last_step - step) * metrics["step_time"])
+        """Say every 15 seconds where a run is: its mean reward or loss, and the time left."""
+        name = "reward" if "reward" in metrics else "loss"
+        self.values_since_line.append(metrics[name])
+        now = time.monotonic()
+        if now - self.line_printed_at >= 15 or step == last_step:
+            seconds = metrics["step_time"]
+            minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
             self.say(
-                f"step {step}/{last_step}  {name} {fmean(self.since):.3f}  "
-                f"{metrics['step_time']:.2f} s/step  left {left // 60}:{left % 60:02d}"
+                f"step {step}/{last_step}  {name} {fmean(self.values_since_line):.3f}  "
+                f"{seconds:.2f} s/step  left {minutes_left}:{seconds_left:02d}"
             )
-            self.since.clear()
+            self.line_printed_at = now
+            self.values_since_line.clear()
 
-    def evaluation(self, step: int, found: Mapping[str, Estimate]) -> None:
+    def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""
-        self.evaluations[step], name = found, headline(found)
-        sampled = name + SAMPLED
-        self.say(f"held out, step {step}: {sampled} {found[sampled]}, {name} {found[name]}")
+        self.estimates_by_step[step] = estimates
+        greedy = headline(estimates)
+        shown = [f"{name} {estimates[name]}" for name in (greedy + SAMPLED, greedy)]
+        self.say(f"held out, step {step}: {', '.join(shown)}")
 
     def measures(self, evaluations: Mapping[str, Mapping[str, float | Estimate]]) -> None:
         """Print the measures of evaluations, each in a column with its name."""
-        names = dict.fromkeys(chain(*evaluations.values()))
         rows = []
-        for name in (x for x in names if x not in ("step", "n")):
-            values = [found.get(name, math.nan) for found in evaluations.values()]
-            texts = [str(x if isinstance(x, Estimate) else Estimate(x)) for x in values]
-            rows.append([name, *texts])
+        for name in dict.fromkeys(chain(*evaluations.values())):
+            if name not in ("step", "n"):
+                values = [evaluation.get(name, math.nan) for evaluation in evaluations.values()]
+                cells = [str(x if isinstance(x, Estimate) else Estimate(x)) for x in values]
+                rows.append([name, *cells])
         title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
         self.table(title, ["", *evaluations], rows)
 
-    def finish(self, run: Path, summary: Mapping[str, Any]) -> None:
+    def finish(self, folder: Path, summary: LogLine) -> None:
         """Say how a run ended, and what to type next."""
         ended = f"{summary['status']} ({summary['exit_reason']}) at step {summary['step']}"
-        self.say(f"{ended} after {summary['wall_seconds']:.0f} s: {run}")
+        self.say(f"{ended} after {summary['wall_seconds']:.0f} s: {folder}")
         if summary["status"] == "stopped":
             self.say(
-                f"continue: minigrpo train --config {run}/config.toml --out-dir {run} --resume auto"
-                " (of a script: run it again with resume='auto')"
+                f"continue: minigrpo train --config {folder}/config.toml --out-dir {folder} "
+                "--resume auto (of a script: run it again with resume='auto')"
             )
         else:
-            ends = summary["first_evaluation"], summary["last_evaluation"]
-            known = self.evaluations.get
-            self.measures({f"step {x['step']:.0f}": known(x["step"], x) for x in ends})
-        commands = f"minigrpo report {run} | minigrpo doctor {run} | minigrpo sample {run}"
-        self.say(f"next: {commands} [--prompt TEXT]")
+            columns: dict[str, Mapping[str, float | Estimate]] = {}
+            for values in (summary["first_evaluation"], summary["last_evaluation"]):
+                step = int(values["step"])  # those of before a resume have no intervals here
+                columns[f"step {step}"] = self.estimates_by_step.get(step) or values
+            self.measures(columns)
+        more = f"minigrpo doctor {folder} | minigrpo sample {folder} [--prompt TEXT]"
+        self.say(f"next: minigrpo report {folder} | {more}")

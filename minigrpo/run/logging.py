@@ -20,14 +20,15 @@ from ..errors import refusing
 from ..types import Warn
 from .checkpoint import write_text
 
-METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "eval.jsonl", "samples.jsonl"
+METRICS = "metrics.jsonl"
+EVALUATIONS = "eval.jsonl"
+SAMPLES = "samples.jsonl"
 HELD_OUT = "held_out.jsonl"  # the answers of the last evaluation, which `minigrpo compare` pairs
 LOGS = (METRICS, EVALUATIONS, SAMPLES, HELD_OUT)
-TRACK_ID = "track_id"  # file with the name of the run in its tracker, so that a resume continues it
-Record = Mapping[str, Any]
+LogLine = Mapping[str, Any]  # an object of JSON; `step` is among its keys
 
 
-def to_json(record: Record, indent: int | None = None) -> str:
+def to_json(record: LogLine, indent: int | None = None) -> str:
     """A record as strict JSON, with a line break at the end."""
     strict = json.loads(json.dumps(record), parse_constant=lambda name: None)
     return json.dumps(strict, indent=indent) + "\n"
@@ -53,40 +54,42 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
 
 
 class RunLog:
-    """A run's logs. Before `open`, and in all processes but the main one, it writes nothing."""
+    """A run's logs. Until `open`, as in all processes but the main one, nothing is written."""
 
     def __init__(self, warn: Warn) -> None:
-        self.warn, self.has_warned = warn, False
+        self.warn = warn
         self.folder: Path | None = None
-        self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl at the start
-        self.charts: dict[str, Any] = {}  # by name; they have the methods of a tracker's run
+        self.charts: dict[str, Any] = {}  # a `Board`, and the run of a tracker, by name
+        self.evaluated: list[dict[str, float]] = []  # the lines that eval.jsonl has already
+        self.has_warned = False
 
     def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
-        """Continue the logs of the run in `base` after `step`, in `folder`: drop later lines."""
-        for name in LOGS:
-            records = read_jsonl(base / name, self.warn)
-            kept = [x for x in records if x.get("step", math.inf) <= step]
-            write_text(folder / name, "".join(map(to_json, kept)))
-            if name == EVALUATIONS:
-                self.evaluated = [
-                    {k: math.nan if x is None else x for k, x in r.items()} for r in kept
-                ]
+        """Go on in `folder` with the logs of the run in `base`, without lines after `step`."""
         self.folder = folder
-        self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        self.charts |= trackers
+        for name in LOGS:
+            lines = read_jsonl(base / name, self.warn)
+            kept = [line for line in lines if line.get("step", math.inf) <= step]
+            write_text(folder / name, "".join(map(to_json, kept)))
+            if name == EVALUATIONS:  # where null stands for NaN
+                self.evaluated = [
+                    {key: math.nan if value is None else value for key, value in line.items()}
+                    for line in kept
+                ]
+        board = Board(str(folder / "tensorboard"), purge_step=step + 1)
+        self.charts = {"tensorboard": board, **trackers}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write(METRICS, step, [metrics])
-        named = {x if "/" in x else f"train/{x}": metrics[x] for x in metrics}
-        self._charts(lambda chart: chart.log(named, step=step))
+        curves = {name if "/" in name else f"train/{name}": metrics[name] for name in metrics}
+        self._each_chart(lambda chart: chart.log(curves, step=step))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation, after its samples: a resume takes it as done."""
         self.write(EVALUATIONS, step, [values])
-        named = {f"eval/{name}": x for name, x in values.items()}
-        self._charts(lambda chart: chart.log(named, step=step))
+        curves = {f"eval/{name}": value for name, value in values.items()}
+        self._each_chart(lambda chart: chart.log(curves, step=step))
 
-    def write(self, name: str, step: int, records: Iterable[Record], mode: str = "a") -> None:
+    def write(self, name: str, step: int, records: Iterable[LogLine], mode: str = "a") -> None:
         """Write lines to a log; warn of the first that cannot be written."""
         if self.folder is None:
             return
@@ -100,9 +103,9 @@ class RunLog:
             self.has_warned = True
 
     def close(self) -> None:
-        self._charts(lambda chart: chart.finish())
+        self._each_chart(lambda chart: chart.finish())
 
-    def _charts(self, action: Callable[[Any], object]) -> None:
+    def _each_chart(self, action: Callable[[Any], object]) -> None:
         """Have TensorBoard and the tracker do something; one that fails is not asked again."""
         for name, chart in list(self.charts.items()):
             try:
@@ -118,8 +121,8 @@ class Board(SummaryWriter):
     finish = SummaryWriter.close
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, x in values.items():
-            self.add_scalar(name, x, step)
+        for name, value in values.items():
+            self.add_scalar(name, value, step)
         self.flush()
 
 
@@ -128,15 +131,16 @@ def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
 
     A second start in the folder continues it. Raises ConfigError if it does not start.
     """
-    name, file = config.run.track, folder / TRACK_ID
+    name = config.run.track
     if name == "none":
         return {}
-    known = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
-    options = {"id": known, "dir": str(folder)} if name == "wandb" else {}
+    file = folder / "track_id"  # the name of the run in its tracker, which a resume continues
+    track_id = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
+    options = {"id": track_id, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
     with refusing(f"--track {name}"):
-        run = import_module(name).init(
-            project=project, name=known, config=config.flat(), resume="allow", **options
+        tracked = import_module(name).init(
+            project=project, name=track_id, config=config.flat(), resume="allow", **options
         )
-    file.write_text(known)
-    return {name: run}
+    file.write_text(track_id)
+    return {name: tracked}

@@ -5,9 +5,8 @@
     checkpoints/step_NNNNNN/  trained_on.npy  tensorboard/  profile/  track_id
 
 A folder holds one run for good: `--resume auto` goes on in it, and whoever goes back to an earlier
-step takes another folder. So starting a run removes and renames nothing, except for log lines of
-steps that it makes again. A checkpoint is the first file of all, so that a folder with any other
-but no whole checkpoint has lost what was saved.
+step takes another folder. So a start removes nothing but log lines of steps that it makes again. A
+checkpoint is the first file: a folder with any other, but no whole checkpoint, has lost its own.
 """
 
 import fcntl
@@ -16,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tomli_w
 import torch
 
-from ..config import Config, places
+from ..config import Config, grouped, places
+from ..model.hf import WEIGHTS
 from ..model.lora import ADAPTER_FILE, adapters, peft_files
 from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
@@ -40,125 +39,157 @@ from .checkpoint import (
     write_text,
 )
 from .console import Console
-from .logging import LOGS, RunLog, start_tracker, to_json
+from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 
-RECORD, SUMMARY, TRAINED_ON = "config.toml", "summary.json", "trained_on.npy"
-WEIGHTS = "model.safetensors"
+RECORD = "config.toml"
+SUMMARY = "summary.json"
+TRAINED_ON = "trained_on.npy"
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
-# the groups of settings that may differ when a run goes on, except for the seed
-MAY_DIFFER = ("speed", "memory", "run")
 Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
 
 
-class RunDir:
-    """The folder of a run, which the main process alone reads and writes."""
+def choose_folder(config: Config, dist: DistContext) -> Path:
+    """The absolute folder of a run, the same in all processes.
 
-    def __init__(self, config: Config, dist: DistContext, console: Console) -> None:
-        self.config, self.dist, self.console = config, dist, console
-        self.settings = config.replace(out_dir="", resume="", stop_after=0)
-        loss = config.loss.name.rpartition(":")[2]
-        name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
-        self.path = dist.on_main(Path(name).absolute)  # users' code may change the current folder
-        self.checkpoints = self.path / CHECKPOINTS
+    Choose it before users' code runs, which may change the current folder.
+    """
+    loss = config.loss.name.rpartition(":")[2]
+    name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
+    return dist.on_main(Path(name).absolute)
+
+
+class RunDir:
+    """The folder of a run, which the main process alone reads and writes.
+
+    First `open` it; when the run is about to change files, `open_log`; then save.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        dist: DistContext,
+        console: Console,
+        facts: Mapping[str, object],
+        questions: Questions,
+    ) -> None:
+        """`path`: from `choose_folder`; `facts`: plain values that a resume must find unchanged."""
+        self.path = path
+        self.config = config
+        self.dist = dist
+        self.console = console
+        self.questions = questions
+        self.checkpoints = path / CHECKPOINTS
+        # without those of a single start
+        self.settings = config.flat() | {"out_dir": "", "resume": "", "stop_after": 0}
+        # the bits depend on these too: software, machine, users' files
+        self.versions = {
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "processes": dist.world_size,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            **{str(file): sha256(file) for file in files_of(config)},
+        }
+        # a checkpoint has these, and a run that goes on from it must be the same
+        self.identity = {**self.settings, **self.versions, **facts}
         self.saved_step = -1  # of the newest checkpoint in this folder
-        self.base = self.path  # the folder of the run that this one continues
+        self.continued = path  # the folder of the run whose logs go on here
         self._lock = ExitStack()
 
     # --- open -----------------------------------------------------------------------------------
 
-    def open(
-        self, load: Callable[[State], object], facts: Mapping[str, Any], questions: Questions
-    ) -> None:
-        """Find and lock the folder, and load the checkpoint to go on from, if there is one.
-
-        Args:
-            load: gets the state in that checkpoint.
-            facts: plain values that must be the same when the run goes on, such as the tokenizer's
-                fingerprint and the model's shape.
-
-        Raises ConfigError, after unlocking the folder.
-        """
-        self.questions = questions
-        self.versions = versions(self.config, self.dist.world_size)
-        self.run = {**self.settings.flat(), **self.versions, **facts}
+    def open(self, load: Callable[[State], object]) -> None:
+        """Lock the folder, and give `load` the state to go on from, if there is one."""
         try:
-            if source := self.dist.on_main(self._find):
-                state = load_checkpoint(source)
-                self._compare(state["run"])
-                load(state)
-                self.base = source.parent.parent
-                if self.base == self.path:
-                    self.saved_step = state["step"]
-                self.console.say(f"resumed from step {state['step']} of {source}")
+            checkpoint = self.dist.on_main(self._lock_and_choose)
+            if checkpoint:
+                self._go_on_from(checkpoint, load)
         except BaseException:
             self.close()
             raise
 
-    def _find(self) -> Path | None:
+    def _lock_and_choose(self) -> Path | None:
         """Lock the folder; return the checkpoint to go on from, or None to start afresh."""
-        path, resume = self.path, self.config.run.resume
-        there = checkpoints(self.checkpoints)
-        there += [path / name for name in WRITTEN if (path / name).exists()]
-        if there and resume != "auto":
-            raise ConfigError(
-                f"--out-dir {path}: holds a run; take another folder, or --resume auto to go on"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        file = self._lock.enter_context(open(path / ".lock", "a"))
+        resume = self.config.run.resume
+        written = [name for name in WRITTEN if (self.path / name).exists()]
+        holds_a_run = bool(written or checkpoints(self.checkpoints))
+        if holds_a_run and resume != "auto":
+            advice = "take another folder, or --resume auto to go on"
+            raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        if resume not in ("", "auto"):
+            return newest(Path(resume).absolute(), self.console.warn)
+        return newest(self.path, self.console.warn) if holds_a_run else None
+
+    def _take_lock(self) -> None:
+        """Raise ConfigError if another process has the lock."""
+        file = self._lock.enter_context(open(self.path / ".lock", "a"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"--out-dir {path}: another run is writing to it") from None
+            raise ConfigError(f"--out-dir {self.path}: another run is writing to it") from None
         except OSError:  # a file system without locks
             pass
-        if resume in ("", "auto"):
-            return newest(path, self.console.warn) if there else None
-        return newest(Path(resume).absolute(), self.console.warn)
 
-    def _compare(self, then: Mapping[str, Any]) -> None:
-        """Raise ConfigError for another run's checkpoint; warn of what may change bits."""
-        free = {name for name, (group, _) in places().items() if group in MAY_DIFFER} - {"seed"}
-        for name, x in self.run.items():
-            if then.get(name) == x:
+    def _go_on_from(self, checkpoint: Path, load: Callable[[State], object]) -> None:
+        state = load_checkpoint(checkpoint)
+        self._compare(state["run"])
+        load(state)
+        self.continued = checkpoint.parent.parent
+        if self.continued == self.path:
+            self.saved_step = state["step"]
+        self.console.say(f"resumed from step {state['step']} of {checkpoint}")
+
+    def _compare(self, then: Mapping[str, object]) -> None:
+        """Raise ConfigError for another run's identity; warn of what may change bits."""
+        free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
+        may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
+        for name, now in self.identity.items():
+            if then.get(name) == now:
                 continue
-            said = f"--resume: {name} was {then.get(name)!r}, is {x!r}"
-            if name not in free | self.versions.keys():
+            said = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
+            if name not in may_differ | self.versions.keys():
                 raise ConfigError(said)
             if self.dist.is_main:
                 self.console.warn(f"{said}: bits may differ")
 
     def open_log(self, state: State) -> RunLog:
-        """Start the tracker, save a new run or branch, write config.toml, and open the logs.
+        """Begin to write: a new run or branch is saved, and its logs are opened.
 
         If the tracker does not start, nothing is written, and the folder is unlocked.
         """
         log = RunLog(self.console.warn)
 
-        def start() -> None:
+        def begin() -> None:
             trackers = start_tracker(self.config, self.path)
-            self.save(state, required=True)
-            # every setting, which --config reads, and the software and files of the run
-            settings = self.settings.model_dump(exclude_none=True)
-            write_text(self.path / RECORD, tomli_w.dumps({**settings, "versions": self.versions}))
-            log.open(self.path, state["step"], self.base, trackers)
+            self.save(state, required=True)  # before any other file
+            given = {name: x for name, x in self.settings.items() if x is not None}
+            tables = {**grouped(given), "versions": self.versions}
+            write_text(self.path / RECORD, tomli_w.dumps(tables))
+            log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
-            # what this run and the run of --model are trained on, for honest evaluations
-            name = self.config.model.name
-            warn_of_known_questions(name, self.questions, self.console.warn)
-            before = trained_on(Path(name))
-            own, _ = self.questions or (before, before)
-            if len(both := np.union1d(before, own)):
-                write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, both))
+            self._write_trained_on()
 
         try:
-            self.dist.on_main(start)
+            self.dist.on_main(begin)
         except BaseException:
             self.close()
             raise
         return log
 
+    def _write_trained_on(self) -> None:
+        """Write what this run and the run of --model are trained on; warn of held-out questions."""
+        model = self.config.model.name
+        warn_of_known_questions(model, self.questions, self.console.warn)
+        before = trained_on(Path(model))
+        hashes = np.union1d(before, self.questions[0] if self.questions else before)
+        if len(hashes):
+            write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, hashes))
+
     def close(self) -> None:
+        """Unlock the folder."""
         self._lock.close()
 
     # --- checkpoints and other files ------------------------------------------------------------
@@ -167,7 +198,7 @@ class RunDir:
         """Write a checkpoint, unless its step has one."""
         if self.dist.is_main and self.saved_step != state["step"]:
             with self._writing(f"step {state['step']}", required=required):
-                whole = state | {"run": self.run}
+                whole = state | {"run": self.identity}
                 save_checkpoint(self.checkpoints, whole, keep_last=self.config.run.keep_last)
                 self.saved_step = state["step"]
 
@@ -176,15 +207,15 @@ class RunDir:
 
         First the weights: with little room they matter most.
         """
-        files: dict[str, Callable[[Path], object]] = {WEIGHTS: model.save_pretrained}
-        if adapters(model):
-            files = peft_files(model, base=self.config.model.name)
+        base = self.config.model.name
+        weights = {WEIGHTS: model.save_pretrained}
+        files = peft_files(model, base=base) if adapters(model) else weights
         for name, write in files.items():
             with self._writing(name, required=True):
                 write_atomically(self.path / name, write)
         self.save(state, required=True)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: LogLine) -> None:
         if self.dist.is_main:
             with self._writing(SUMMARY):
                 write_text(self.path / SUMMARY, to_json(summary, indent=1))
@@ -201,19 +232,17 @@ class RunDir:
             self.console.warn(said)
 
 
-def versions(config: Config, processes: int) -> dict[str, Any]:
-    """What the bits of a run depend on besides its settings: software, machine, users' files."""
-    task, others = config.task, [config.loss.name, config.model.chat_template]
-    texts = [task.name, task.rewards, task.data, task.eval_data, task.environment, *others]
-    names = re.sub(r"\.py:\w+", ".py", ",".join(texts)).split(",")
-    files = [file for name in names if (file := Path(name.strip()).absolute()).is_file()]
-    return {
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "processes": processes,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        **{str(file): sha256(file) for file in files},
-    }
+# --- users' files, and the questions that a model has seen ----------------------------------------
+
+
+def files_of(config: Config) -> list[Path]:
+    """The files that settings name: FILE, FILE.py:NAME, or several with commas; not the model's."""
+    task = config.task
+    settings = [task.name, task.rewards, task.data, task.eval_data, task.environment]
+    settings += [config.loss.name, config.model.chat_template]
+    names = re.sub(r"\.py:\w+", ".py", ",".join(settings)).split(",")
+    paths = [Path(name.strip()).absolute() for name in names]
+    return [path for path in paths if path.is_file()]
 
 
 def trained_on(run: Path) -> np.ndarray:
@@ -224,6 +253,9 @@ def trained_on(run: Path) -> np.ndarray:
 
 def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> None:
     """Say how many held-out questions a run, or the one that it began from, was trained on."""
-    _, held_out = questions or ((), ())
-    if known := int(np.isin(held_out, trained_on(Path(model))).sum()):
+    if not questions:
+        return
+    held_out = questions[1]
+    known = np.isin(held_out, trained_on(Path(model))).sum()
+    if known:
         warn(f"{model} has seen {known} of {len(held_out)} held-out questions: scores are too good")

@@ -1,30 +1,21 @@
-"""Device, precision and compilation: one function per flag, kept apart from the mathematics.
+"""Device and precision, one function per flag; and what a step took: seconds, memory, a trace."""
 
-Besides, what a step took: seconds per phase, peak memory, a trace.
-"""
-
-import copy
 import ctypes
 import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ..config import Config, RunConfig, SpeedConfig
+from ..config import RunConfig, SpeedConfig
 from ..model.transformer import Transformer
 from ..types import ConfigError
-
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
-LARGEST_KEPT = 2**31 - 1  # bytes: only larger blocks are still returned to the kernel
-# runs a block, and computes its activations again in the backward pass; nothing in it is random
-recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+from .guard import NonFiniteGuard
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -38,8 +29,6 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         torch.cuda.set_device(device)  # the default for code that names no device
         # cuDNN's attention builds a plan for each new length, and lengths differ in every batch
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if device.type == "mps" and (local_rank or not torch.backends.mps.is_available()):
-        raise ConfigError("--device mps: torch finds no Apple GPU, or several processes share it")
     return device
 
 
@@ -52,13 +41,26 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and device.type == "cpu":  # glibc has it, other C libraries may not
-        mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
-        mallopt(TRIM_THRESHOLD, LARGEST_KEPT)
+        for threshold in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            mallopt(threshold, 2**31 - 1)  # bytes: only larger blocks are still returned
 
 
 def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
     """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
     return torch.autocast(device.type, getattr(torch, speed.amp_dtype), enabled=speed.use_amp)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which precision the learner, the sampler and frozen models compute."""
+
+    speed: SpeedConfig
+    device: torch.device
+    guard: NonFiniteGuard  # counts bad steps
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The autocast of --use-amp, unless the guard has fallen back to float32."""
+        return nullcontext() if self.guard.halvings else autocast(self.speed, self.device)
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
@@ -77,36 +79,15 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
     """
     if not speed.use_amp:
         return model
-    low, dtype = sharing_weights(model), getattr(torch, speed.amp_dtype)
+    low = model.sharing_weights()
+    dtype = getattr(torch, speed.amp_dtype)
     for module in low.h.modules():
         if isinstance(module, nn.Linear):
-            for name, x in module.named_parameters():
-                if not x.requires_grad and x.is_floating_point():  # NF4 is cast when it is used
-                    setattr(module, name, nn.Parameter(x.to(dtype), requires_grad=False))
+            for name, weights in module.named_parameters():
+                # NF4 is cast when it is used
+                if not weights.requires_grad and weights.is_floating_point():
+                    setattr(module, name, nn.Parameter(weights.to(dtype), requires_grad=False))
     return low
-
-
-def sharing_weights(model: Transformer) -> Transformer:
-    """A copy of the modules that shares their parameters."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
-
-
-def with_training_layers(config: Config, model: Transformer) -> Transformer:
-    """A model that shares `model`'s parameters, with --gradient-checkpointing and --compile-model.
-
-    `model` itself is left alone, for the sampler, whose shapes differ in every round.
-    """
-    trained = sharing_weights(model)
-    if config.memory.gradient_checkpointing:
-        trained.run_block = recompute
-    if config.speed.compile_model:
-        # it splits graphs to overlap communication, which compiling block by block allows already
-        torch._dynamo.config.optimize_ddp = False
-        for block in trained.h:  # in place: names in the state dict stay
-            # its shapes differ from batch to batch, so it would be recompiled over and over
-            block.attention = torch.compiler.disable(block.attention)
-            block.compile(dynamic=True)
-    return trained
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -116,32 +97,29 @@ class PhaseTimer:
     """Seconds per phase of a step; on a GPU a phase ends with a device sync."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, dict[str, float]()
+        self.device = device
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         with torch.profiler.record_function(name):
             yield
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""
-        seconds, self.seconds = self.seconds, {}
+        seconds = self.seconds
+        self.seconds = {}
         return seconds
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the CUDA device, else resident in the process.
-
-    Of an Apple GPU, what its driver has given out now, with torch's cache, which hardly shrinks.
-    """
+    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory() / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 

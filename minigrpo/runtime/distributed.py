@@ -1,7 +1,6 @@
 """Communication between the processes of a run. With one process, nothing is communicated.
 
-All processes call the same methods in the same order, so the trainer hardly needs rank checks. No
-other module uses torch.distributed.
+All processes call the same methods in the same order. No other module uses torch.distributed.
 """
 
 import os
@@ -24,7 +23,6 @@ from .guard import RunFailed
 T = TypeVar("T")
 COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged
 TIMEOUT = timedelta(minutes=10)  # of a collective
-PATIENCE = timedelta(days=7)  # with the main process, which evaluates and saves alone
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    patient: Any = None  # torch's group of the same processes, with PATIENCE
+    # all processes, for calls that wait days, such as for an evaluation by the main one
+    patient: dist.ProcessGroup | None = None
 
     @classmethod
     def from_env(cls) -> "DistContext":
         """Join the processes that torchrun started; without torchrun, a run of one process.
 
-        CUDA tensors go over NCCL, all others over gloo. A collective that takes longer than TIMEOUT
-        is an error.
+        CUDA tensors go over NCCL, all others over gloo.
         """
         if "WORLD_SIZE" not in os.environ:
             return cls()
@@ -57,7 +55,7 @@ class DistContext:
             timeout=TIMEOUT,
         )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         return cls(rank, local_rank, world_size, patient)
 
     @property
@@ -66,41 +64,40 @@ class DistContext:
         return self.rank == 0
 
     def share(self, num_prompts: int) -> range:
-        """The prompts of a step that belong to this process: an equal, consecutive share."""
+        """This process's prompts of a step: an equal, consecutive share."""
         each, left_over = divmod(num_prompts, self.world_size)
         if left_over:
             raise ConfigError(f"--prompts-per-step must be a multiple of {self.world_size}")
         return range(self.rank * each, (self.rank + 1) * each)
 
-    # --- collectives: every process calls them, in the same order ---------------------------------
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over processes, of the shape of `values`; the same in all of them to the bit."""
+        return self.gather(values[None]).sum(0)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes, the same in all of them to the bit."""
-        return self.gather(x[None]).sum(0)
-
-    def max(self, x: Tensor) -> Tensor:
-        """The largest over processes, element by element."""
-        return self.gather(x[None]).amax(0)
+    def max(self, values: Tensor) -> Tensor:
+        """The largest over processes, element by element, of the shape of `values`."""
+        return self.gather(values[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.
 
         NaN is left out, and so is a metric without any value anywhere.
         """
-        known = [x[~np.isnan(x)] for x in metrics.values()]
-        own = torch.tensor([[x.sum(), x.size] for x in known], dtype=torch.float64)
-        pairs = zip(metrics, self.sum(own).tolist(), strict=True)
-        return {name: x / (1 if name.endswith(COUNTED) else n) for name, (x, n) in pairs if n}
+        known = [values[~np.isnan(values)] for values in metrics.values()]
+        own = torch.tensor([[x.sum(), x.size] for x in known], dtype=torch.float64)  # [metrics, 2]
+        return {
+            name: total if name.endswith(COUNTED) else total / count
+            for name, (total, count) in zip(metrics, self.sum(own).tolist(), strict=True)
+            if count
+        }
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, share: Tensor) -> Tensor:
         """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
         if self.world_size == 1:
-            return x
-        shares = [torch.empty_like(x) for _ in range(self.world_size)]
-        dist.all_gather(shares, x.contiguous())
+            return share
+        shares = [torch.empty_like(share) for _ in range(self.world_size)]
+        dist.all_gather(shares, share.contiguous())
         return torch.cat(shares)
-
-    # --- the main process -------------------------------------------------------------------------
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Run a function in the main process; the others wait, and return its result too.
@@ -121,8 +118,6 @@ class DistContext:
         if outcome[1]:
             raise RunFailed(outcome[1])
         return outcome[0]
-
-    # --- the model --------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as DDP, which averages gradients over processes in the backward pass.

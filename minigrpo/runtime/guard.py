@@ -1,15 +1,13 @@
 """What a run does when numbers are not finite, and when memory runs out.
 
 A bad step is one whose loss or gradient is not finite: skip it, then slow down, then stop. Under
-float16 an infinite gradient is also how the loss scaler finds its scale, down to SCALE_FLOOR.
-
-Work that runs out of memory is tried again in smaller parts. Tokens do not change, and neither do
-gradients, except for bnpo, which depends on the micro-batch.
+float16 an infinite gradient is also how the loss scaler finds its scale, down to SCALE_FLOOR. Work
+that runs out of memory is tried again in smaller parts; neither tokens nor gradients change.
 """
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +23,7 @@ T = TypeVar("T")
 
 
 class RunFailed(RuntimeError):
-    """The run cannot continue. The message is one line; the command ends with exit code 1."""
+    """The run cannot continue; the command ends with this one line and exit code 1."""
 
 
 class Diverged(RunFailed):
@@ -40,6 +38,11 @@ class NonFiniteGuard:
     in_a_row: int = 0
     halvings: int = 0  # of the learning rate; after the first, training continues in float32
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
+
+    def load(self, counts: Mapping[str, int]) -> None:
+        """Go on with the counts of a checkpoint."""
+        for name, count in counts.items():
+            setattr(self, name, count)
 
     def skip(self, warn: Warn) -> None:
         self.skipped += 1
@@ -72,8 +75,8 @@ class NonFiniteGuard:
         """Counts since the beginning of the run, and the scale of a scaler that is in use."""
         counts = {"skipped_steps": float(self.skipped)}
         if scaler.is_enabled():
-            overflows = float(self.overflows)
-            counts |= {"scaler/scale": scaler.get_scale(), "scaler/skipped_steps": overflows}
+            counts["scaler/scale"] = scaler.get_scale()
+            counts["scaler/skipped_steps"] = float(self.overflows)
         return counts
 
 
@@ -83,16 +86,8 @@ def largest_weight(model: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm(trained, norm_type=math.inf)
 
 
-# --- out of memory --------------------------------------------------------------------------------
-
 # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
-OUT_OF_MEMORY = (
-    "allocate memory",
-    "not enough memory",
-    "out of memory",
-    "ALLOC_FAILED",
-    "Invalid buffer size",  # on an Apple GPU, of a single tensor
-)
+OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -101,18 +96,19 @@ def is_out_of_memory(error: Exception) -> bool:
     return known or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
+@dataclass
 class OOMBackoff:
     """How many prompts go through the model at a time; halved whenever memory runs out."""
 
-    def __init__(self, what: str, flag: str, size: int, warn: Warn) -> None:
-        """`flag` sets `size`, the prompts at a time at first; 0 for all. `what` is the work."""
-        self.what, self.flag, self.size, self.warn = what, flag, size, warn
+    what: str  # the work
+    flag: str  # sets the size
+    size: int  # prompts at a time; 0: all
+    warn: Warn
 
     def run(self, function: Callable[[int], T], total: int, *, retry: bool = True) -> T:
-        """Return `function(size)`, retried with half the size until it fits.
+        """`function(size)`, of at most `total` prompts at a time; half as many until it fits.
 
-        `size` is the number of prompts at a time, out of `total`. If a single prompt does not fit,
-        the error is raised as it came.
+        If a single prompt does not fit, the error is raised as it came.
         """
         while True:
             size = min(self.size or total, total)
@@ -126,5 +122,3 @@ class OOMBackoff:
             self.warn(f"{self.what}: out of memory; {self.size} prompts at a time ({self.flag})")
             gc.collect()  # a failed backward pass may leave tensors in reference cycles
             torch.cuda.empty_cache()
-            if torch.backends.mps.is_available():
-                torch.mps.empty_cache()

@@ -14,7 +14,8 @@ FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
 
 def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to FINAL_SHARE of the peak. Steps count from 0."""
-    peak, warmup_steps = config.optimizer.learning_rate, config.optimizer.warmup_steps
+    peak = config.optimizer.learning_rate
+    warmup_steps = config.optimizer.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, config.run.max_steps - 1 - warmup_steps)
@@ -23,26 +24,23 @@ def learning_rate_at(step: int, config: Config) -> float:
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW over the parameters that are not frozen. Biases and norms have no weight decay.
-
-    --offload-optimizer is without effect for a model in host memory, which Apple's GPUs share.
-    """
-    parameters, settings = [p for p in model.parameters() if p.requires_grad], config.optimizer
-    decay, offload = settings.weight_decay, config.memory.offload_optimizer
+    """AdamW over the parameters that are not frozen. Biases and norms have no weight decay."""
+    settings = config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    kind = OffloadedAdamW if offload and parameters[0].is_cuda else torch.optim.AdamW
+    offloads = config.memory.offload_optimizer and trained[0].is_cuda
+    kind = OffloadedAdamW if offloads else torch.optim.AdamW
     return kind(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
     """--offload-optimizer: AdamW whose moments are in host memory between steps.
 
-    Weights and gradients stay where they are, so a float32 model takes 8 bytes per parameter of the
-    device instead of 16. AdamW itself steps, with one parameter at a time, whose moments are on the
-    device meanwhile. So the weights are the same to the bit.
+    So a float32 model takes 8 bytes per parameter of the device instead of 16. AdamW itself steps,
+    with one parameter at a time, whose moments are on the device meanwhile: the bits are the same.
     """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -3,7 +3,7 @@
 Every draw is a pure function of (seed, stream name, counters), by NumPy's counter-based Philox
 generator. So resuming needs no generator state, and no draw depends on the batch, on the number of
 processes or on earlier draws. Only the initial weights come from a torch.Generator. Global
-generators (`random`, `np.random`, `torch.manual_seed`) are not used.
+generators are not used.
 """
 
 import hashlib
@@ -16,9 +16,8 @@ def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
 
     Philox's key is a hash of seed and name, and the counters are the high words of its counter.
     """
-    key = np.frombuffer(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype=np.uint64
-    )
+    hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16)
+    key = np.frombuffer(hashed.digest(), dtype=np.uint64)
     counter = np.zeros(4, dtype=np.uint64)
     counter[1 : 1 + len(counters)] = counters
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
@@ -27,20 +26,14 @@ def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
 def uniforms(
     seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int
 ) -> np.ndarray:
-    """One uniform number in [0, 1) for every token that may be sampled.
+    """`[P, G, S]` float32 in [0, 1), a number for every token that may be sampled.
 
-    Args:
-        rows: `[P]` int, the global index of each prompt. Draws depend on the prompt, not on its
-            place in the batch.
-
-    Returns:
-        `[P, G, S]` float32, keyed by (seed, name, step, row, sample). A larger `length` appends.
+    They are keyed by (seed, name, step, row, sample), where `rows` [P] has the index of each prompt
+    in the task, not in the batch. A larger `length` appends.
     """
     draws = [
-        [
-            stream(seed, name, step, int(row), sample).random(length, dtype=np.float32)
-            for sample in range(num_samples)
-        ]
+        stream(seed, name, step, int(row), sample).random(length, dtype=np.float32)
         for row in rows
+        for sample in range(num_samples)
     ]
-    return np.array(draws)
+    return np.array(draws).reshape(len(rows), num_samples, length)

@@ -3,8 +3,7 @@
 import signal
 import threading
 import time
-from types import FrameType
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 
@@ -21,30 +20,30 @@ class StopRequest:
     """Context manager that catches signals. The first asks to stop; a later one stops at once."""
 
     def __init__(self, say: Warn) -> None:
-        self.say, self.reason, self.asked_at = say, "", 0.0
-        self.handlers: dict[int, Any] = {}
+        self.say = say
+        self.reason = ""  # one of REASONS, the first signal that came
+        self.asked_at = 0.0
+        self.former_handlers = ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for number in (signal.Signals[name] for name in REASONS[1:]):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self.handlers[number] = signal.signal(number, self._caught)
+                    before = signal.signal(number, self._caught)
+                    self.former_handlers.callback(signal.signal, number, before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        self.former_handlers.close()
 
     def agreed(self, dist: DistContext) -> str:
-        """Why to stop, or ""; the same in all processes, even if only one got a signal.
-
-        This is a collective: every process must call it.
-        """
+        """Why to stop, or ""; a collective: the same in all processes, if only one got a signal."""
         return REASONS[int(dist.max(torch.tensor(REASONS.index(self.reason))))]
 
-    def _caught(self, number: int, frame: FrameType | None) -> None:
+    def _caught(self, number: int, frame: object) -> None:
         if not self.reason:
-            self.reason, self.asked_at = signal.Signals(number).name, time.monotonic()
+            self.reason = signal.Signals(number).name
+            self.asked_at = time.monotonic()
             self.say(f"{self.reason}: finishing this step and saving; a later one stops at once")
         elif time.monotonic() - self.asked_at > SAME_REQUEST:
             raise KeyboardInterrupt  # safe, because checkpoints are atomic; `fit` saves

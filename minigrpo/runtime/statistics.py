@@ -1,8 +1,7 @@
 """Means, intervals, tests and calibration of evaluations.
 
-Intervals are 95 %. Examples are independent of each other; the K completions of one example are
-not, so an interval is always over examples. Shares have Wilson's interval, all other measures that
-of Student's t.
+Intervals are 95 %, and over examples, because the K completions of one are not independent. Shares
+have Wilson's interval, all other measures that of Student's t.
 """
 
 import math
@@ -16,10 +15,6 @@ Z = 1.959964  # 95 % of a normal distribution lies within this many standard dev
 # the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
 # (Abramowitz and Stegun, 26.7.5)
 STUDENT_T = (1.590, 2.556, 2.822, 2.372, Z)
-ALPHA = 0.05
-NUM_BINS = 10  # of the calibration error
-
-# --- intervals ------------------------------------------------------------------------------------
 
 
 class Estimate(NamedTuple):
@@ -30,8 +25,8 @@ class Estimate(NamedTuple):
     high: float = math.nan
 
     def __str__(self) -> str:
-        value, low, high = (f"{x:.3f}" for x in self)
-        return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
+        interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f}{interval}"
 
 
 def means(values: np.ndarray) -> np.ndarray:
@@ -44,9 +39,8 @@ def estimate(values: np.ndarray) -> Estimate:
     each = values[~np.isnan(values)]
     if not len(each):
         return Estimate(math.nan)
-    if np.isin(each, (0, 1)).all():
-        return wilson(float(each.mean()), len(each))
-    return students_t(each)
+    is_share = np.isin(each, (0, 1)).all()
+    return wilson(float(each.mean()), len(each)) if is_share else students_t(each)
 
 
 def wilson(share: float, n: float) -> Estimate:
@@ -62,14 +56,12 @@ def wilson(share: float, n: float) -> Estimate:
 
 def students_t(values: np.ndarray) -> Estimate:
     """The mean of `[n]` values, with an interval unless n is 1."""
-    mean, n = float(values.mean()), len(values)
+    mean = float(values.mean())
+    n = len(values)
     if n < 2:
         return Estimate(mean)
     half = float(np.polyval(STUDENT_T, 1 / (n - 1)) * values.std(ddof=1)) / math.sqrt(n)
     return Estimate(mean, mean - half, mean + half)
-
-
-# --- pass@k ---------------------------------------------------------------------------------------
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -90,14 +82,11 @@ def passes(right: np.ndarray) -> dict[str, Estimate]:
         return {}
     ks = [2**i for i in range(num_samples.bit_length()) if 2**i < num_samples]
     counts = right.sum(1)
-    found = {}
-    for k in (*ks, num_samples):
-        each = [pass_at_k(num_samples, int(x), k) for x in counts[~np.isnan(counts)]]
-        found[f"pass@{k}"] = estimate(np.array(each))
-    return found
-
-
-# --- two models on the same examples --------------------------------------------------------------
+    known = counts[~np.isnan(counts)]
+    return {
+        f"pass@{k}": estimate(np.array([pass_at_k(num_samples, int(c), k) for c in known]))
+        for k in (*ks, num_samples)
+    }
 
 
 class Difference(NamedTuple):
@@ -114,21 +103,23 @@ class Difference(NamedTuple):
 def difference(first: np.ndarray, second: np.ndarray, by_seed: np.ndarray) -> Difference:
     """Compare `[n]` values of the same n examples.
 
-    The interval is that of the mean; what is right or wrong also has McNemar's exact test.
-
-    Args:
-        by_seed: `[seeds]`, the change in each. Three or more decide, not the examples. The interval
-            stays at least as wide as that over the examples: seeds may agree by chance.
+    The interval is that of the mean; what is right or wrong also has McNemar's exact test. But the
+    changes `by_seed` [seeds] decide if there are three or more. The interval stays at least as wide
+    as that over the examples: seeds may agree by chance.
     """
-    change, p = students_t(second - first), math.nan
+    change = students_t(second - first)
+    p = math.nan
     if len(by_seed) > 2:
-        _, low, high = students_t(by_seed)
-        change = Estimate(change.value, min(change.low, low), max(change.high, high))
+        of_seeds = students_t(by_seed)
+        low = min(change.low, of_seeds.low)
+        high = max(change.high, of_seeds.high)
+        change = Estimate(change.value, low, high)
     elif np.isin([first, second], (0, 1)).all():
         p = mcnemar(int((first > second).sum()), int((first < second).sum()))
-    is_shown = change.low > 0 or change.high < 0 if math.isnan(p) else p < ALPHA
-    sides = float(first.mean()), float(second.mean())
-    return Difference(len(first), *sides, change, p, is_shown)
+    is_shown = change.low > 0 or change.high < 0 if math.isnan(p) else p < 0.05
+    return Difference(
+        len(first), float(first.mean()), float(second.mean()), change, p, is_shown=is_shown
+    )
 
 
 def mcnemar(lost: int, won: int) -> float:
@@ -138,32 +129,28 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-# --- calibration ----------------------------------------------------------------------------------
-
-
 def calibration(
     confidence: Sequence[float] | np.ndarray, correct: Sequence[float] | np.ndarray
 ) -> dict[str, float]:
     """Measure how well `[n]` confidences in [0, 1] fit `[n]` outcomes, as RLCR does (2507.16806).
 
-    Returns:
-        brier: mean of (confidence - correct)^2; 0 is best.
-        ece: the expected calibration error with ten bins (Naeini et al. 2015): the sum over bins of
-            (share of the answers) x |mean confidence - share of right answers|. Bin k holds
-            k/10 <= confidence < (k+1)/10, the last one also 1. Chance adds to it and cannot cancel,
-            so it is too large on average.
-        auroc: the probability that a right answer has a higher confidence than a wrong one, where
-            equal ones count one half. Left out if all answers are right, or all wrong.
+    brier: mean of (confidence - correct)^2; 0 is best.
+    ece: the expected calibration error with ten bins (Naeini et al. 2015): the sum over bins of
+        (share of the answers) x |mean confidence - share of right answers|. Bin k holds
+        k/10 <= confidence < (k+1)/10, the last one also 1. Chance makes it too large on average.
+    auroc: the probability that a right answer has a higher confidence than a wrong one, where equal
+        ones count one half. Left out if all answers are right, or all wrong.
     """
-    q, c = np.asarray(confidence, dtype=float), np.asarray(correct, dtype=float)
+    q = np.asarray(confidence, dtype=float)
+    c = np.asarray(correct, dtype=float)
     if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
         raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
     # rounded, because 0.7 in float32 is 0.69999999, which would fall into the bin below
-    places = np.round(q * NUM_BINS, 6)
-    gaps, _ = np.histogram(places, NUM_BINS, (0, NUM_BINS), weights=q - c)
+    gaps, _ = np.histogram(np.round(q * 10, 6), bins=10, range=(0, 10), weights=q - c)
     measures = {"brier": float(np.mean((q - c) ** 2)), "ece": float(np.abs(gaps).sum() / len(q))}
-    if c.min() == c.max():
-        return measures
-    wrong, right = np.sort(q[c == 0]), q[c == 1]
-    wins_twice = np.searchsorted(wrong, right, "left") + np.searchsorted(wrong, right, "right")
-    return measures | {"auroc": float(wins_twice.mean() / (2 * len(wrong)))}
+    if c.min() < c.max():
+        wrong = np.sort(q[c == 0])
+        right = q[c == 1]
+        wins_twice = np.searchsorted(wrong, right, "left") + np.searchsorted(wrong, right, "right")
+        measures["auroc"] = float(wins_twice.mean() / (2 * len(wrong)))
+    return measures

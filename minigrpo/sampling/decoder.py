@@ -26,13 +26,13 @@ class Decoder:
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        # keys and values of each layer: of prompts [2, K, P, Lp, E], heads first so that a grid of
-        # slots is a view; of the slots' own tokens [2, most_slots, K, columns, E]
+        # keys and values of each layer: of prompts [2, K, P, Lp, E], heads first for the product
+        # with a grid of slots; of the slots' own tokens [2, most_slots, K, columns, E]
         self.prompt_kv: list[Tensor] = []
         self.own_kv: list[Tensor] = []
-        self.most_slots = 0  # until the next prefill
-        none = np.zeros(0, dtype=np.int64)
-        self._arrange(none, none)
+        self.most_slots = 0  # slots only split, so this many suffice until the next prefill
+        empty = np.zeros(0, dtype=np.int64)
+        self._arrange(empty, empty)
 
     def _arrange(self, prompt_len: np.ndarray, prompt_of_slot: np.ndarray) -> None:
         """Set the length of each prompt, `[P]`, and the prompt of each slot, `[B]`.
@@ -42,10 +42,11 @@ class Decoder:
         """
         self.prompt_len, self.prompt_of_slot = prompt_len, prompt_of_slot
         counts = np.bincount(prompt_of_slot, minlength=len(prompt_len))
-        self.grid_width = int(counts.max(initial=0))  # G'
+        self.grid_width = int(counts.max(initial=0))  # G', most slots of a prompt
         used = np.arange(self.grid_width) < counts[:, None]
         grid = np.zeros(used.shape, dtype=np.int64)
-        grid[used] = order = np.argsort(prompt_of_slot, kind="stable")
+        order = np.argsort(prompt_of_slot, kind="stable")
+        grid[used] = order
         place = np.empty_like(order)
         place[order] = np.flatnonzero(used)
         self.grid, self.place, self.starts = (
@@ -63,7 +64,7 @@ class Decoder:
         positions = torch.arange(lengths.max(), device=self.model.device)
         real = positions < prompt_len[:, None]  # [P', Lp]
         ids = prompt_ids[:, : len(positions)][real]
-        # the packed token of each place; padding, which causality hides, repeats the one before
+        # the packed token of each place; padding is hidden by causality, and repeats a token
         rows = real.flatten().cumsum(0).sub(1).view(real.shape)
         attend = partial(self._attend_in_prompts, real, rows)
         hidden = self.model.forward_hidden(ids, positions.expand_as(real)[real], attend)
@@ -99,7 +100,7 @@ class Decoder:
             columns: `[B]`, the column of each slot's first token. What a slot wrote there before (a
                 rejected proposal) is overwritten.
             num_columns: how many columns the slots use after this step, at most.
-            last: `[B]`, the only token of a slot after which it needs logits: `[B, 1, V]`.
+            last: `[B]`, which token of each slot needs logits; the others get none: `[B, 1, V]`.
         """
         if num_columns > self.own_kv[0].shape[3]:
             self._resize(num_columns + BLOCK)
@@ -171,10 +172,10 @@ class Decoder:
         self._arrange(prompt_len, prompt_of_slot)
 
     def _resize(self, columns: int) -> None:
-        """Give the cache of new tokens so many columns, and `most_slots` rows.
+        """Resize the cache of new tokens to these columns, and to `most_slots` rows.
 
         New ones are zeros: attention gives them no weight, but 0 times a NaN is NaN.
         """
-        for layer, x in enumerate(self.own_kv):  # so that no more than one exists twice
+        for layer, x in enumerate(self.own_kv):  # one at a time, for memory
             more = columns - x.shape[3], self.most_slots - x.shape[1]
             self.own_kv[layer] = pad(x, (0, 0, 0, more[0], 0, 0, 0, more[1]))

@@ -59,7 +59,7 @@ def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Te
     match nowhere, the draft is read from the sequence's own length on.
 
     `drafts` `[B, L]` int64, `ids` `[B, S]`, the tokens of each sequence, and their number `lengths`
-    `[B]` -> `[B, num_tokens]`. Past the end of a draft, its last token is repeated.
+    `[B]` -> `[B, num_tokens]`. Past the last column, that column is repeated.
     """
     drafts = torch.nn.functional.pad(drafts, (0, max(0, NUM_MATCHED + 1 - drafts.shape[1])))
     back = torch.arange(-NUM_MATCHED, 0, device=ids.device)

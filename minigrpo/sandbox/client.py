@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from .worker import frame, receive
 
@@ -22,16 +21,10 @@ PATIENCE_S = 20.0  # for a worker to start, and to end a program, on a busy mach
 def run_tests(
     code: str, tests: Sequence[str], setup: str = "", timeout_s: float = 3.0
 ) -> list[bool]:
-    """Run code in a process of its own, then each test against it; one verdict per test.
+    """Run code in a process of its own, then `setup`, then each test; one verdict per test.
 
-    Args:
-        code: a Python program, of any text.
-        tests: Python statements, such as `assert f(2) == 5`.
-        setup: statements that run after the code and before the tests.
-        timeout_s: seconds of CPU time for all of this together, rounded up.
-
-    Raises:
-        OSError: no process can be started to run it.
+    A test is a statement, such as `assert f(2) == 5`. All of them together have `timeout_s` seconds
+    of CPU time, rounded up. Raises OSError if no process can be started.
     """
     try:
         worker = _idle.pop()
@@ -39,34 +32,42 @@ def run_tests(
     except (IndexError, OSError):  # none is idle, or the system has ended it
         worker = Worker()
         connection = worker.start()
-    deadline = time.monotonic() + WALL_FACTOR * timeout_s + WALL_EXTRA_S
-    stream = connection.makefile("rwb")
-    stream.write(frame(timeout_s))  # sent with the first request
-
-    def ask(kind: str, source: str) -> list[Any]:
-        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
-        key = secrets.token_hex(8)  # shows that an answer is one
-        with suppress(Exception):  # the program may send anything
-            connection.settimeout(deadline - time.monotonic())  # an error where none is left
-            stream.write(frame((kind, source)) + frame(key))
-            stream.flush()
-            echoed, answer = receive(stream), receive(stream)
-            if echoed == key:
-                return answer
-        return []
-
-    split = [sides(test) for test in tests]
-    expected = [ask("eval", right) for _, right in split]  # before a program can change them
-    loaded = ask("exec", f"{code}\n{setup}") == [None]
-    verdicts = [
-        loaded and (ask("eval", left) == right if right else ask("exec", test) == [None])
-        for test, (left, _), right in zip(tests, split, expected, strict=True)
-    ]
+    program = Program(connection, timeout_s)
+    questions = []
+    for test in tests:
+        left, right = sides(test)
+        value = program.ask("eval", right)  # before code can change it
+        questions.append(("eval", left, value) if value else ("exec", test, [None]))
+    loaded = program.ask("exec", f"{code}\n{setup}") == [None]
+    verdicts = [loaded and program.ask(kind, text) == answer for kind, text, answer in questions]
     connection.close()
     with suppress(OSError):  # the worker ends the program, with all that it started
         worker.control.sendall(b"e")
         _idle.append(worker)
     return verdicts
+
+
+class Program:
+    """The process of one program, which answers until its time is up."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self.connection = connection
+        self.deadline = time.monotonic() + WALL_FACTOR * timeout_s + WALL_EXTRA_S
+        self.stream = connection.makefile("rwb")
+        self.stream.write(frame(timeout_s))  # sent with the first request
+
+    def ask(self, kind: str, source: str) -> list[object]:
+        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
+        key = secrets.token_hex(8)  # shows that an answer is one
+        with suppress(Exception):  # the program may send anything
+            self.connection.settimeout(self.deadline - time.monotonic())  # an error if none is left
+            self.stream.write(frame((kind, source)) + frame(key))
+            self.stream.flush()
+            echoed = receive(self.stream)
+            answer = receive(self.stream)
+            if echoed == key:
+                return answer
+        return []
 
 
 class Worker:

@@ -1,9 +1,8 @@
 """A worker of the sandbox: forks a process per program, and ends it.
 
-The trainer starts this file by its path, so it imports nothing but the standard library. The worker
-never reads a program or a test: the trainer gets a connection to each forked process, which is gone
-with the program. Whatever a program sends there is a value that it could have returned, so nothing
-in its process has to be safe from it.
+It is started by its path, so it imports nothing but the standard library. It never reads a program
+or a test: the trainer gets a connection to each forked process. What a program sends there is a
+value that it could have returned, so nothing in its process has to be safe from it.
 """
 
 import builtins
@@ -25,40 +24,39 @@ from typing import Any, NoReturn
 globals()["__builtins__"] = vars(builtins).copy()  # a program may replace those of the module
 
 LARGEST = 2 << 20  # bytes of a message
-# by the names under which they are sent
-CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict, "frozenset": frozenset}
+CONTAINERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, dict, frozenset)}
 LIMITS = {"AS": 512 << 20, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
 READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does
 # whose audit events are refused: processes and signals, C code, the network, files apart from
 # opening and listing them, and the objects of this process
 REFUSED = "ctypes fcntl gc os pty resource signal socket sqlite3 subprocess"
 # what solutions import, read once for all of them
-WARM = "array bisect calendar cmath collections copy datetime decimal fractions functools heapq"
-WARM += " itertools operator re statistics string textwrap typing"
+WARM = (
+    "array bisect calendar cmath collections copy datetime decimal fractions functools heapq"
+    " itertools operator re statistics string textwrap typing"
+)
 
 
-def encode(value: Any) -> Any:
-    """A plain value as JSON; one of a subclass (a Counter, a named tuple) as its base.
-
-    Raises TypeError for what is not plain.
-    """
+def encode(value: Any) -> object:
+    """A plain value as JSON, of a subclass (a Counter) as its base; a TypeError for any other."""
     if isinstance(value, int | float | str | None):
         return value
     if isinstance(value, Set):  # and the views of a dict
         value = frozenset(value)
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
-            return {name: [encode(x) for x in (value.items() if kind is dict else value)]}
+            contents = value.items() if kind is dict else value
+            return {name: [encode(part) for part in contents]}
     raise TypeError("not a plain value")
 
 
-def decode(form: dict[str, Any]) -> Any:
+def decode(form: dict[str, object]) -> object:
     """The container that `encode` made an object of, whose contents are decoded already."""
     [(name, contents)] = form.items()
     return CONTAINERS[name](contents)
 
 
-def frame(message: Any) -> bytes:
+def frame(message: object) -> bytes:
     """A message as it is sent: a line of JSON."""
     return json.dumps(encode(message)).encode() + b"\n"
 
@@ -77,8 +75,8 @@ def serve(stream: BufferedIOBase) -> NoReturn:
     seconds = math.ceil(receive(stream))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     # dataclasses with annotations as texts look for the module of their class
-    module = sys.modules["program"] = ModuleType("program")
-    namespace = vars(module)
+    sys.modules["program"] = ModuleType("program")
+    namespace = vars(sys.modules["program"])
     namespace["__builtins__"] = builtins
     random.seed(0)  # a run can be repeated
     refuse_harm()
@@ -95,7 +93,8 @@ def refuse_harm() -> None:
     """Refuse from now on, with an error, what would reach outside this process."""
     for place in (os, sys.modules["posix"]):
         del place.mkfifo, place.mknod  # which raise no event
-    library, refused = tuple(path + "/" for path in sys.path), set(REFUSED.split())
+    library = tuple(path + "/" for path in sys.path)
+    refused = set(REFUSED.split())
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in ("open", "os.listdir"):  # imports read the library
@@ -112,10 +111,7 @@ def refuse_harm() -> None:
 
 
 def main(control: socket.socket) -> None:
-    """Serve until the trainer ends or closes the connection.
-
-    The next process is forked while the trainer is busy with the last answers.
-    """
+    """Serve until the trainer has closed the connection; fork while it is busy with answers."""
     Path("/proc/self/oom_score_adj").write_text("1000")  # not the trainer if memory runs out
     for name in WARM.split():
         __import__(name)

@@ -1,173 +1,41 @@
 """Turns --task into a task: a built-in one, a class in a user's file, or an object.
 
-`minigrpo.Task` is the interface of a task. A new built-in task is a module in this folder and
-a row in task_table.py.
+A new built-in task is a module in this folder and a row of TASKS in defaults.py.
 """
 
 import copy
 import hashlib
 import inspect
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
+
+from ..defaults import TASKS
 from ..model.chat import INSTRUCTIONS
-from ..task import Task
-from ..task_table import TASKS
+from ..task import Task, TokenBatch
 from ..types import ConfigError, Example
+from ..userfiles import load_file, place_of
 
 Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows themselves
 
 
-def load_task(
-    task: Any,
-    *,
-    data: Data = "",
-    eval_data: Data = "",
-    args: Mapping[str, Any] | None = None,
-    **known: Any,
-) -> Task:
-    """The task of --task, --data, --eval-data and --task-args.
-
-    Args:
-        task: a key of TASKS, a Python file with one task, a class, or an object that is made.
-        data, eval_data: files, separated by commas, or the rows themselves.
-        known: what a class gets only if its `__init__` names it: `seed`; `chat`, whether --system
-            makes prompts the messages of a user; `environment`, the `World` or None, which may say
-            what a row does not.
-    """
-    given = {"data": sources(data), "eval_data": sources(eval_data)}
-    given = {name: value for name, value in given.items() if value} | dict(args or {})
-    if not isinstance(task, str | type):
-        if given:
-            raise ConfigError(f"--task: an object takes no arguments, got {', '.join(given)}")
-        made = copy.copy(task)
-        made.__class__ = with_defaults(type(task))
-        return made
-    cls = class_of(task)
-    named = inspect.signature(cls).parameters
-    own = {name: x for name, x in known.items() if name in named}
-    try:
-        return cls(**own, **given)
-    except (TypeError, ValueError) as error:  # such as an argument that it does not take
-        raise ConfigError(f"--task {task}: {error}") from error
-
-
-def sources(data: Data) -> list[Any]:
-    """The files of --data or --eval-data; rows themselves are one source."""
-    if not isinstance(data, str):
-        return [data]
-    return [Path(name.strip()) for name in data.split(",") if name.strip()]
-
-
-def class_of(task: str | type) -> type:
-    """The class that --task names, one of the user's with all members of `Task`.
-
-    A Python file is run: use only files that you trust.
-    """
-    if isinstance(task, type):
-        return with_defaults(task)
-    if task in TASKS:
-        return resolve_name(f"{__package__}.{TASKS[task].path}")
-    name = f"minigrpo_{Path(task).stem}"
-    values = runpy.run_path(task, run_name=name).values() if task.endswith(".py") else ()
-    found = [x for x in values if hasattr(x, "train") and getattr(x, "__module__", "") == name]
-    if len(found) != 1:
-        said = "or a Python file with one class that has a method train"
-        raise ConfigError(f"--task must be {', '.join(TASKS)} {said}, got {task}")
-    return with_defaults(found[0])
-
-
-def with_defaults(cls: type) -> type:
-    """A task's class, with the members of `Task` that it lacks.
-
-    `index`, the key of an example's random numbers, is its place in the sequence. Scores see copies
-    of examples, because code may take numbers out of a list in `fields`.
-    """
-
-    class Whole(cls, Task):  # type: ignore[misc]
-        def train(self, number: int) -> Example:
-            return _numbered(super().train(number), number)
-
-        def held_out(self, number: int) -> Example:
-            return _numbered(super().held_out(number), number)
-
-        def score_batch(self, examples: Sequence[Example], texts: Sequence[str]) -> Any:
-            return super().score_batch([copy.deepcopy(x) for x in examples], texts)
-
-    return Whole
-
-
-def _numbered(example: Example, number: int) -> Example:
-    prompt = example.prompt or question_of(example.messages)
-    return replace(example, index=number, prompt=prompt)
-
-
-def shipped_model(task: str) -> Path:
-    """The file of the SFT model that --model shipped means; chess-env's for a task of one's own."""
-    row = TASKS.get(task, TASKS["chess-env"])
-    if not row.shipped:
-        raise ConfigError(
-            f"--model: none ships for --task {task}; give scratch, a run, a folder or ORG/NAME"
-        )
-    return asset(row.shipped)
-
-
-def asset(name: str) -> Path:
-    """The file of a model that ships."""
-    return Path(str(files("minigrpo.assets") / f"{name}.safetensors"))
-
-
-# --- what tasks share -----------------------------------------------------------------------------
-
-
-def fingerprint(text: str) -> int:
-    """A 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-
-
-def is_held_out(question: str, one_in: int = 10) -> bool:
-    """Whether a question is for evaluation.
-
-    It depends on the question alone, not on its place in a file or on the seed: a question that
-    occurs twice is never in both splits, and all runs agree on what is held out.
-    """
-    return fingerprint(question) % one_in == 0
-
-
-def question_of(messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that stands for messages in logs, and whose hash decides the split.
-
-    Of a single user message it is the content, so that a question is in the same split as a prompt
-    and as a message. System messages are left out: the same question with other instructions must
-    not be trained on and evaluated too.
-    """
-    asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
-    if len(asked) == 1 and asked[0]["role"] == "user":
-        return asked[0]["content"]
-    return "\n".join(
-        f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
-        for message in asked
-    )
-
-
-def tagged_answer(text: str) -> str | None:
-    """What stands between the last <answer> and </answer> of a text; None without them."""
-    before, _, _ = text.rpartition("</answer>")
-    _, opened, answer = before.rpartition("<answer>")
-    return answer if opened else None
+# --- tasks that are made of others ----------------------------------------------------------------
 
 
 class Generated(Task):
     """A source of examples without end."""
 
-    def __init__(self, make: Callable[[int, bool], Example], about: str) -> None:
+    def __init__(
+        self, make: Callable[[int, bool], Example], about: str, speculate: bool = False
+    ) -> None:
         """`make`: (number, held out?) -> an example, a pure function."""
-        self.make, self.about = make, about
+        self.make = make
+        self.about = about
+        self.speculate = speculate
 
     def train(self, number: int) -> Example:
         return self.make(number, False)
@@ -179,21 +47,178 @@ class Generated(Task):
 class SourceTask(Task):
     """A task that has its examples from another one, and adds `parts` and `score`."""
 
-    def ask(self, example: Example) -> Example:
-        """The source's example as this task asks it."""
-        return example
+    inherited: Sequence[str] = ("about", "num_held_out", "questions", "speculate")  # of `source`
 
     def __init__(self, source: Task) -> None:
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
-        self.source, self.about = source, source.about
-        self.num_held_out, self.questions = source.num_held_out, source.questions
-        self.num_train = source.num_train
+        self.source = source
+        for name in self.inherited:
+            setattr(self, name, getattr(source, name))
+
+    def ask(self, example: Example, number: int) -> Example:
+        """Example `number` of the source as this task asks it."""
+        return example
 
     def train(self, number: int) -> Example:
-        return self.ask(self.source.train(number))
+        return self.ask(self.source.train(number), number)
 
     def held_out(self, number: int) -> Example:
-        return self.ask(self.source.held_out(number))
+        return self.ask(self.source.held_out(number), number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        return [self.ask(example) for example in self.source.longest(number)]
+        return [self.ask(example, example.index) for example in self.source.longest(number)]
+
+
+class ChangedTask(SourceTask):
+    """Another task with all that it says of itself and its scores; only examples are changed."""
+
+    inherited = tuple(inspect.get_annotations(Task))  # all attributes
+
+    def score(self, example: Example, text: str) -> Mapping[str, float]:
+        return self.source.score(example, text)
+
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> Mapping[str, Sequence[float]]:
+        return self.source.score_batch(examples, texts)
+
+    def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
+        return self.source.score_tokens(batch)
+
+    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        return self.source.summaries(parts)
+
+
+class UserTask(ChangedTask):
+    """A user's task. Its examples are numbered: `index` is the key of their random numbers.
+
+    Its scores see copies: code of others may take numbers out of a list in `fields`.
+    """
+
+    def ask(self, example: Example, number: int) -> Example:
+        prompt = example.prompt or question_of(example.messages)
+        return replace(example, index=number, prompt=prompt)
+
+    def score_batch(
+        self, examples: Sequence[Example], texts: Sequence[str]
+    ) -> Mapping[str, Sequence[float]]:
+        return self.source.score_batch([copy.deepcopy(example) for example in examples], texts)
+
+
+# --- from --task to a task ------------------------------------------------------------------------
+
+
+def load_task(
+    task: str | type[Task] | Task,
+    *,
+    seed: int = 0,
+    data: Data = "",
+    eval_data: Data = "",
+    chat: bool = False,
+    environment: Any = None,
+    args: Mapping[str, Any] = {},
+) -> Task:
+    """The task of --task, --data, --eval-data and --task-args. Raises ConfigError.
+
+    Args:
+        task: a key of TASKS, a Python file with one task, a class, or an object that is made.
+        seed, chat, environment: what a class gets only if its `__init__` names it: the run's seed;
+            whether --system makes prompts the messages of a user; the `EnvironmentSet` or None.
+    """
+    given = {"data": sources(data), "eval_data": sources(eval_data)}
+    given = {name: value for name, value in given.items() if value} | dict(args)
+    if isinstance(task, Task):
+        if given:
+            raise ConfigError(f"--task: an object takes no arguments, got {', '.join(given)}")
+        return UserTask(task)
+    cls = class_of(task)
+    offered = {"seed": seed, "chat": chat, "environment": environment}
+    named = inspect.signature(cls).parameters
+    taken = {name: offered[name] for name in offered.keys() & named}
+    try:
+        made = cls(**taken, **given)
+    except (TypeError, ValueError) as error:  # such as an argument that it does not take
+        raise ConfigError(f"--task {task}: {place_of(error)}{error}") from error
+    return made if task in TASKS else UserTask(made)
+
+
+def sources(data: Data) -> list[Any]:
+    """The files of --data or --eval-data; rows themselves are one source."""
+    if not isinstance(data, str):
+        return [data]
+    return [Path(name.strip()) for name in data.split(",") if name.strip()]
+
+
+def class_of(task: str | type[Task]) -> type[Task]:
+    """The class that --task names. A Python file is run: use only files that you trust."""
+    if isinstance(task, type) and issubclass(task, Task):
+        return task
+    if not isinstance(task, str):
+        raise ConfigError(f"--task: {task!r:.80} is no minigrpo.Task")
+    if task in TASKS:
+        return resolve_name(f"{__package__}.{TASKS[task].path}")
+    if not task.endswith(".py"):
+        raise ConfigError(f"--task must be {', '.join(TASKS)} or FILE.py, got {task}")
+    module = load_file(task)
+    classes = [
+        kind
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, Task) and kind.__module__ == module.__name__  # not an imported one
+    ]
+    if len(classes) != 1:
+        raise ConfigError(f"--task {task}: has {len(classes)} subclasses of minigrpo.Task, not 1")
+    return classes[0]
+
+
+def shipped_model(task: str) -> Path:
+    """The file of the SFT model that --model shipped means; chess-env's for a task of one's own."""
+    row = TASKS.get(task, TASKS["chess-env"])
+    if not row.shipped:
+        raise ConfigError(
+            f"--model: none ships for --task {task}; give scratch, a path or ORG/NAME"
+        )
+    return asset(row.shipped)
+
+
+def asset(name: str) -> Path:
+    """The file of a model that ships."""
+    return Path(__file__).parents[1] / f"assets/{name}.safetensors"
+
+
+# --- what tasks share -----------------------------------------------------------------------------
+
+
+def fingerprint(text: str) -> int:
+    """A 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def is_held_out(question: str, one_in: int = 10) -> bool:
+    """Whether a question is for evaluation, by its hash alone.
+
+    So a question that occurs twice is never in both splits, and all runs agree on what is held out.
+    """
+    return fingerprint(question) % one_in == 0
+
+
+def question_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """The text that stands for messages in logs, and whose hash decides the split.
+
+    Of a single user message it is the content: the split is that of the same question as a prompt.
+    System messages are left out: the same question with other instructions must not be in both.
+    """
+    asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    match asked:
+        case [{"role": "user", "content": content}]:
+            return content
+    return "\n".join(
+        f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
+        for message in asked
+    )
+
+
+def tagged_answer(text: str, default: str) -> str:
+    """What stands between the last <answer> and </answer> of a text; `default` without them."""
+    before = text.rpartition("</answer>")[0]
+    _, opened, answer = before.rpartition("<answer>")
+    return answer if opened else default

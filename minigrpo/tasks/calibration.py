@@ -25,7 +25,7 @@ import numpy as np
 
 from ..runtime.rng import stream
 from ..runtime.statistics import calibration
-from ..types import EXACT, Example
+from ..types import Example
 from .base import Generated, SourceTask, is_held_out
 from .data import Files
 from .math import HASHES, Math, final_answer
@@ -38,9 +38,6 @@ REQUEST = (
 )
 
 HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
-NUM_POSSIBLE = (1, 2, 5, 10)  # digits, of each question in turn
-LENGTH = 4  # of the number, the hidden digit included
-
 TAG = re.compile("</?(?:think|answer|analysis|confidence)>")
 # 0, 1 or a fraction, without sign, exponent or percent
 CONFIDENCE = r"<confidence>\s*([01](?:\.0*)?|0?\.[0-9]+)\s*</confidence>\s*"
@@ -55,14 +52,13 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
     """The answer and the confidence that a completion states; None if its form does not match.
 
     No tag occurs twice. Those of the form stand in the order above, with nothing but white space
-    between and after them. The confidence is a plain decimal number from 0 to 1, such as 0.75, .5
-    or 1. The plain form (without `chat`) has neither reasoning nor analysis.
+    between and after them.
     """
     tags = TAG.findall(text)
     if len(tags) != len({*tags}):
         return None  # so there is only one way to match, and time grows with the text only
-    found = (CHAT_FORM if chat else PLAIN_FORM).fullmatch(text)
-    return (found[1].rstrip(), float(found[2])) if found else None
+    match = (CHAT_FORM if chat else PLAIN_FORM).fullmatch(text)
+    return (match[1].rstrip(), float(match[2])) if match else None
 
 
 class Calibration(SourceTask):
@@ -90,14 +86,15 @@ class Calibration(SourceTask):
         judge: str = "exact",
     ) -> None:
         """`judge` is that of `--task prompts`, or `math`; `chat`: plain prompts become messages."""
-        self.seed, self.chat = seed, chat
+        self.seed = seed
+        self.chat = chat
         if not (data or eval_data):
-            super().__init__(Generated(self._digit, "digits that can only be guessed"))
-            self.speculate = True
-            return
-        others = (seed, data, eval_data, chat)
-        super().__init__(Math(*others) if judge == "math" else Prompts(*others, judge))
-        self.speculate = self.source.speculate
+            about = "digits that can only be guessed"
+            super().__init__(Generated(self._digit, about, speculate=True))
+        elif judge == "math":
+            super().__init__(Math(seed, data, eval_data, chat))
+        else:
+            super().__init__(Prompts(seed, data, eval_data, chat, judge))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         stated = parse(text, chat=bool(example.messages))
@@ -107,49 +104,47 @@ class Calibration(SourceTask):
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         truth = example.fields["true_answer"]
-        scores = self.source.score(replace(example, answer=truth), answer)  # {} for digits
-        correct = (scores or {EXACT: float(answer == truth)})[self.source.success]
+        scores = self.source.score(replace(example, answer=truth), answer)
+        # a made digit has no score
+        correct = scores.get(self.source.success, float(answer == truth))
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """The calibration of the completions whose form matches.
+        """The calibration of the completions whose form matches: others have no confidence.
 
         brier_score is the mean of (correct - confidence)^2; the part brier is 1 minus that square.
-        Completions of another form have no confidence and do not enter: `format` says how many.
         """
         valid = parts["format"] == 1
         if not valid.any():
             return {}
         confidence = parts["confidence"][valid]
-        found = calibration(confidence, parts["correct"][valid])
-        mean = confidence.mean()
-        return {"brier_score": found.pop("brier"), **found, "mean_confidence": mean}
+        measures = calibration(confidence, parts["correct"][valid])
+        brier_score = measures.pop("brier")
+        return {"brier_score": brier_score, **measures, "mean_confidence": confidence.mean()}
 
-    def ask(self, example: Example) -> Example:
+    def ask(self, example: Example, number: int) -> Example:
         """The example with the request for the form, and with a true answer in that form."""
-        confidence = stream(self.seed, "confidence", example.index).integers(11) / 10
         messages = [*example.messages]
         if self.chat and not messages:
             messages = [{"role": "user", "content": example.prompt}]
         answer = example.answer
         if messages:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + REQUEST}
+            last = messages[-1]
+            messages[-1] = {**last, "content": last["content"] + REQUEST}
             answer = f"<think></think> <answer>{answer}</answer> <analysis></analysis> "
-        return replace(
-            example,
-            answer=f"{answer}<confidence>{confidence:.1f}</confidence>",
-            messages=tuple(messages),
-            fields={**example.fields, "true_answer": example.answer},
-        )
+        confidence = stream(self.seed, "confidence", number).integers(11) / 10
+        answer += f"<confidence>{confidence:.1f}</confidence>"
+        fields = {**example.fields, "true_answer": example.answer}
+        return replace(example, answer=answer, messages=tuple(messages), fields=fields)
 
     def _digit(self, number: int, held_out: bool) -> Example:
         """A question about a hidden digit; `kind` is the chance of the best answer."""
         rng = stream(self.seed, "hidden digit", number, held_out)
-        size = NUM_POSSIBLE[number % len(NUM_POSSIBLE)]
+        size = (1, 2, 5, 10)[number % 4]  # how many digits are possible
         while True:
-            shown = [*map(str, rng.integers(10, size=LENGTH))]
-            shown[rng.integers(LENGTH)] = "_"
+            shown = [*map(str, rng.integers(10, size=4))]
+            shown[rng.integers(4)] = "_"
             if size == 5:
                 hint, possible = list(HALVES.items())[rng.integers(len(HALVES))]
             else:
@@ -158,5 +153,5 @@ class Calibration(SourceTask):
             prompt = f"{''.join(shown)}, {hint}: "
             if is_held_out(prompt) == held_out:
                 break
-        answer, fields = possible[rng.integers(size)], {"possible": possible}
-        return Example(prompt, answer, number, f"1 of {size}", fields=fields)
+        answer = possible[rng.integers(size)]
+        return Example(prompt, answer, number, f"1 of {size}", fields={"possible": possible})

@@ -12,6 +12,7 @@ lines of text).
 
 import re
 from collections.abc import Mapping
+from operator import eq
 
 from ..fen import is_valid_fen
 from ..rewards import similarity
@@ -21,7 +22,6 @@ from .chess_files import ChessFiles
 from .data import Files
 from .self_play import SelfPlay
 
-MAX_SCORED_CHARS = 200  # of a completion; true ones are shorter
 # RookWorld's files give an illegal move a reward of -1.0, so a sign may be there
 ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")
 
@@ -48,7 +48,6 @@ class ChessEnv(SourceTask):
         "reward_value": 0.05,
         "flags": 0.05,
     }
-    speculate = True
 
     def __init__(
         self, seed: int, data: Files = (), eval_data: Files = (), history: int = 0
@@ -60,16 +59,16 @@ class ChessEnv(SourceTask):
             super().__init__(SelfPlay(seed, int(history)))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
-        true_fen, reward, terminated, truncated = example.answer.split("+")
-        fen, _, rest = text[:MAX_SCORED_CHARS].partition("+")
-        parsed = ENDING.fullmatch(rest)
-        found = parsed.groups() if parsed else ("", "", "")
+        true_fen, true_reward, *true_flags = example.answer.split("+")
+        fen, _, rest = text[:200].partition("+")  # true ones are shorter
+        ending = ENDING.fullmatch(rest)
+        reward, *flags = ending.groups() if ending else ("", "", "")
         exact = fen == true_fen
         return {
             "exact_fen": exact,
             "similarity": similarity(fen, true_fen),
             "valid": exact or is_valid_fen(fen),  # the true FEN need not be parsed
-            "format": parsed is not None,
-            "reward_value": found[0] == reward,
-            "flags": ((found[1] == terminated) + (found[2] == truncated)) / 2,
+            "format": ending is not None,
+            "reward_value": reward == true_reward,
+            "flags": sum(map(eq, flags, true_flags)) / 2,
         }

@@ -6,8 +6,9 @@ whole game, or a line.
 """
 
 import gzip
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TextIO
 
 import chess
 import chess.pgn
@@ -16,7 +17,7 @@ from ..fen import is_valid_fen, position_key, render, transition
 from ..runtime.rng import stream
 from ..types import Example
 from .data import Files, Row, Rows
-from .self_play import ask, is_held_out
+from .self_play import position_is_held_out, question_about
 
 chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 
@@ -31,6 +32,7 @@ class ChessFiles(Rows):
     def __init__(self, seed: int, data: Files, eval_data: Files, history: int) -> None:
         """`history`: how many earlier moves the questions about a game contain."""
         self.history = history
+        self.speculate = True
         self.skipped: list[str] = []  # "FILE, record 3: why"
         super().__init__(seed, data, eval_data, parse_line)
         if self.skipped:
@@ -38,20 +40,29 @@ class ChessFiles(Rows):
 
     def read(self, files: Files) -> list[Row]:
         """The rows in a random order, because the positions of one game are alike."""
-        rows = list[Row]()
+        rows = []
         for path in map(str, files):
-            opened: Any = gzip.open if path.endswith(".gz") else open
-            with opened(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+            open_text: Callable[..., TextIO] = gzip.open if path.endswith(".gz") else open
+            with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
                 games = iter(partial(chess.pgn.read_game, file), None)
-                is_pgn = path.endswith((".pgn", ".pgn.gz"))
-                records: Any = games if is_pgn else filter(None, map(str.strip, file))
+                lines = filter(None, map(str.strip, file))
+                has_games = path.endswith((".pgn", ".pgn.gz"))
+                records: Iterator[chess.pgn.Game | str] = games if has_games else lines
                 for number, record in enumerate(records, 1):
                     try:
-                        rows += plies(record, self.history) if is_pgn else [parse_line(record)]
+                        if isinstance(record, str):
+                            rows.append(parse_line(record))
+                        else:
+                            rows += rows_of_game(record, self.history)
                     except ValueError as error:
                         self.skipped.append(f"{path}, record {number}: {error}")
         order = stream(self.seed, "chess files").permutation(len(rows))
         return [rows[place] for place in order]
+
+    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """One position in four, as in self-play, unless that is none or all of a few."""
+        chosen = [row for row in rows if position_is_held_out(position_of(row.example))]
+        return chosen if 0 < len(chosen) < len(rows) else super().choose_held_out(rows)
 
 
 def position_of(example: Example) -> str:
@@ -64,21 +75,21 @@ def row_of(example: Example) -> Row:
 
     A line may leave out an en passant square where no pawn can capture; the question always does.
     """
-    fen = position_of(example)
-    return Row(position_key(chess.Board(fen).fen()), example, is_held_out(fen))
+    return Row(position_key(chess.Board(position_of(example)).fen()), example)
 
 
-def plies(game: chess.pgn.Game, history: int) -> list[Row]:
+def rows_of_game(game: chess.pgn.Game, history: int) -> list[Row]:
     """A row for each move of the main line. Raises ValueError for what is no game of chess."""
-    board, moves = game.board(), list(game.mainline_moves())
-    variant = type(board) is not chess.Board or board.chess960
-    if game.errors or variant or not is_valid_fen(render(board)) or not all(moves):
+    board = game.board()
+    moves = list(game.mainline_moves())
+    is_chess = type(board) is chess.Board and not board.chess960 and all(moves)  # no null move
+    if game.errors or not is_chess or not is_valid_fen(render(board)):
         raise ValueError("a move or the first position is not one of chess")
-    rows, earlier = list[Row](), list[str]()
-    for move in moves:
-        rows.append(row_of(ask(render(board), move.uci(), earlier, history)))
+    ucis = [move.uci() for move in moves]
+    rows = []
+    for place, move in enumerate(moves):
+        rows.append(row_of(question_about(render(board), ucis[place], ucis[:place], history)))
         board.push(move)
-        earlier.append(move.uci())
     return rows
 
 
@@ -97,11 +108,11 @@ def parse_line(text: str) -> Row:
     fields = line.split("+")
     if len(fields) not in (6, 7) or not is_valid_fen(fields[0]):
         raise ValueError("not <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>")
-    fen, uci, after, ending = fields[0], fields[1], fields[-4], "+".join(fields[-3:])
+    fen, uci = fields[:2]
+    answer = "+".join(fields[-4:])
     true_answer, kind = transition(fen, uci)
-    true_fen, _, true_ending = true_answer.partition("+")
-    spelled = after in (true_fen, chess.Board(true_fen).fen())
-    if not spelled or ending.replace("-1.0+0+1", "0.0+0+1") != true_ending:
-        raise ValueError(f"{uci} does not lead to {after}+{ending}")
-    answer = f"{after}+{ending}"
+    true_after, _, ending = true_answer.partition("+")
+    spellings = (true_answer, f"{chess.Board(true_after).fen()}+{ending}")
+    if answer.replace("-1.0+0+1", "0.0+0+1") not in spellings:
+        raise ValueError(f"{uci} does not lead to {answer}")
     return row_of(Example(f"A: {line.removesuffix(answer)}", answer, kind=kind))

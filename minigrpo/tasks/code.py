@@ -14,15 +14,13 @@ Without it, the questions are one-line functions, described by examples of input
 
 Two more inputs are tested that the prompt does not show, so that a table of the examples does not
 pass. Supervised fine-tuning learns random functions that pass the first example: it teaches to
-write Python and to read a number from the prompt, and shows a right answer only by chance. What a
-run adds to that, it has learnt from the tests.
+write Python and to read a number from the prompt, and shows a right answer only by chance.
 """
 
 import ast
 import re
 from collections.abc import Mapping
 from textwrap import dedent
-from typing import Any
 
 import numpy as np
 
@@ -30,21 +28,20 @@ from ..runtime.rng import stream
 from ..sandbox import run_tests as run_tests
 from ..types import Example
 from .base import Generated, SourceTask, is_held_out
-from .data import Files, Row, Rows, text_of
+from .data import Files, Record, Row, Rows, text_of
 
-PUBLISHED_TEST = range(11, 511)  # task_id of MBPP's test split
 PROMPT = (
     "You are an expert Python programmer, and here is your task: {text} "
     "Your code should pass these tests:\n\n{tests}\n"
 )
 # language and content; a block that ends with the text was cut off, and is run as it is
 BLOCK = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
-PYTHON = "", "python", "python3", "py"  # languages of blocks
+PYTHON_LANGUAGES = ("", "python", "python3", "py")  # of blocks
 
 HEAD = "def f(x):"
-KINDS = {"line": "{term}+{factor}*x", "square": "{term}+{factor}*x*x"}
-SHOWN, HIDDEN = (0, 100), (1, 7)  # inputs
-LOWEST, BEYOND = (1, 0), (10, 100)  # factor and term
+KINDS = {"line": "x", "square": "x*x"}
+SHOWN = (0, 100)  # inputs that the prompt has
+HIDDEN = (1, 7)  # inputs that are tested too
 
 
 class Code(SourceTask):
@@ -62,38 +59,41 @@ class Code(SourceTask):
         self, seed: int, data: Files = (), eval_data: Files = (), timeout: float = 3.0
     ) -> None:
         """`timeout`: seconds of CPU time for a completion and its tests."""
-        self.seed, self.timeout_s = seed, float(timeout)
-        if data or eval_data:
-            super().__init__(Rows(seed, data, eval_data, parse_problem))
-            return
-        super().__init__(Generated(self._one_liner, "one-line functions"))
-        self.speculate = True
+        self.seed = seed
+        self.timeout_s = float(timeout)
+        made = Generated(self._one_liner, "one-line functions", speculate=True)
+        super().__init__(Rows(seed, data, eval_data, parse_problem) if data or eval_data else made)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         fields = example.fields
-        code = (HEAD if example.prompt.endswith(HEAD) else "") + code_of(text)
+        code = code_of(text)
+        if example.prompt.endswith(HEAD):
+            code = HEAD + code
         passed = run_tests(code, fields["test_list"], setup_of(fields), self.timeout_s)
         return {"passed": float(all(passed)), "tests": sum(passed) / len(passed)}
 
     def _one_liner(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"one-liners/{'held-out' if held_out else 'train'}", number)
         while True:
-            kind, expression = draw(rng)
+            kind, term, slope = random_function(rng)
+            expression = f"{term}+{slope}"
             values = {x: eval(expression, {"x": x}) for x in (*SHOWN, *HIDDEN)}
-            prompt = " ".join(f"f({x})={values[x]}" for x in SHOWN) + f"\n{HEAD}"
+            shown = " ".join(f"f({x})={values[x]}" for x in SHOWN)
+            prompt = f"{shown}\n{HEAD}"
             if is_held_out(prompt) == held_out:
                 break
         tests = [f"assert f({x}) == {value}" for x, value in values.items()]
-        _, other = draw(rng, values[0])  # the term is f(0), the first example
         fields = {"test_list": tests, "code": f" return {expression}"}
-        return Example(prompt, f" return {other}", number, kind, fields=fields)
+        # to learn from: another function, whose term is f(0), the first example
+        _, _, other_slope = random_function(rng)
+        return Example(prompt, f" return {term}+{other_slope}", number, kind, fields=fields)
 
 
-def draw(rng: np.random.Generator, term: int | None = None) -> tuple[str, str]:
-    """A random function of x, of this term if one is given: its kind and expression."""
+def random_function(rng: np.random.Generator) -> tuple[str, int, str]:
+    """The kind of a random function of x, its constant term, and the rest of its expression."""
     kind = str(rng.choice([*KINDS]))
-    factor, drawn = rng.integers(LOWEST, BEYOND)
-    return kind, KINDS[kind].format(factor=factor, term=drawn if term is None else term)
+    factor, term = rng.integers((1, 0), (10, 100))
+    return kind, term, f"{factor}*{KINDS[kind]}"
 
 
 def code_of(text: str) -> str:
@@ -103,23 +103,24 @@ def code_of(text: str) -> str:
     """
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)  # of all languages, or the end of one would begin another
-    code = next((code for language, code in blocks if language.lower() in PYTHON), text)
-    return dedent(code) if blocks and code[:1] == " " else code  # a block may stand in a list
+    code = next((code for language, code in blocks if language.lower() in PYTHON_LANGUAGES), text)
+    return dedent(code) if blocks and code[:1] == " " else code  # a block in a list is indented
 
 
-def setup_of(fields: Mapping[str, Any]) -> str:
+def setup_of(fields: Record) -> str:
     """What runs before the tests of an example."""
     return "\n".join([*(fields.get("test_imports") or []), fields.get("test_setup_code") or ""])
 
 
-def parse_problem(record: dict[str, Any]) -> Row:
+def parse_problem(record: Record) -> Row:
     """The row of a line, whose tests are Python."""
-    text, code = text_of(record, ("text", "prompt")), text_of(record, ("code",))
+    text = text_of(record, ("text", "prompt"))
+    code = text_of(record, ("code",)).replace("\r\n", "\n")
     tests = record["test_list"]
     if not (isinstance(tests, list) and tests):
         raise ValueError("test_list must be a list of tests, such as assert f(1) == 2")
     for source in (*tests, setup_of(record)):
         ast.parse(source)
     prompt = PROMPT.format(text=text.strip(), tests="\n".join(tests)).replace("\r\n", "\n")
-    test = record.get("task_id") in PUBLISHED_TEST
-    return Row(text, Example(prompt, code.replace("\r\n", "\n"), fields=record), test)
+    is_test = record.get("task_id") in range(11, 511)  # of MBPP's published test split
+    return Row(text, Example(prompt, code, fields=record), is_test)

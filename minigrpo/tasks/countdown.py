@@ -15,27 +15,26 @@ not to choose. Which attempts to make is learnt from the reward.
 import ast
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from operator import add, index, mul, neg, sub, truediv
-from typing import Any
+from operator import add, index, mul, sub, truediv
+from typing import NamedTuple
 
-import numpy as np
+from numpy.random import Generator
 
 from ..runtime.rng import stream
 from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out, tagged_answer
-from .data import Files, Row, Rows
+from .data import Files, Record, Row, Rows
 
-PROBLEMS_PER_HELD_OUT = 4  # one generated problem in 4 is held out
-MAX_CHARS = 400  # of an answer; the fractions in it then have at most as many digits
 SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
 LARGEST = 100  # value that random attempts reach, on the way or in the end
 
 # --- the verifier ---------------------------------------------------------------------------------
 
-OPERATORS: Any = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.USub: neg}
+BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
+BINARY = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
 
@@ -47,8 +46,7 @@ def solves(text: str, numbers: Sequence[int], target: int) -> bool:
 
 def final_answer(text: str) -> str:
     """What a text gives as its answer: in its last tags, else its last attempt."""
-    tagged = tagged_answer(text)
-    return re.split("[\n<>]", text.strip())[-1] if tagged is None else tagged
+    return tagged_answer(text, re.split("[\n<>]", text.strip())[-1])
 
 
 def result(line: str, numbers: Sequence[int]) -> Fraction | None:
@@ -59,7 +57,7 @@ def result(line: str, numbers: Sequence[int]) -> Fraction | None:
     first `=`. Signs are free, as -(4+3) is an expression too. None: the line is malformed, an
     equation in it is false, a number is used that is not there (any more), or one is left over.
     """
-    if len(line) > MAX_CHARS:
+    if len(line) > 400:  # the fractions in it have at most as many digits
         return None
     for written, plain in SIGNS.items():
         line = line.replace(written, plain)
@@ -85,25 +83,37 @@ def evaluate(text: str) -> Fraction:
     if re.search(r"[^-+*/()\s0-9]", text):  # Python also knows 1_0, 0x10 and 1e1
         raise ValueError("only numbers, + - * / and parentheses")
 
-    def value(tree: Any) -> Fraction:
-        operands = [value(x) for x in ast.iter_child_nodes(tree) if isinstance(x, ast.expr)]
-        return OPERATORS[type(tree.op)](*operands) if operands else Fraction(tree.value)
+    def value(tree: ast.expr) -> Fraction:
+        match tree:
+            case ast.Constant(value=int(number)):
+                return Fraction(number)
+            case ast.UnaryOp(op=ast.USub()):
+                return -value(tree.operand)
+            case ast.BinOp():
+                return BINARY[type(tree.op)](value(tree.left), value(tree.right))
+        raise ValueError("no operation of these")
 
     return value(ast.parse(" ".join(text.split()), mode="eval").body)
 
 
-# --- random attempts ------------------------------------------------------------------------------
+# --- the task -------------------------------------------------------------------------------------
 
 
-def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[int, str, str]:
-    """Combine two random numbers by a random operator until one is left.
+class Attempt(NamedTuple):
+    """Numbers that were combined until one was left."""
 
-    Returns its value, the steps, and the same as one expression.
+    value: int
+    steps: str  # such as 4+3=7,7*5=35
+    expression: str  # the same as one, (4+3)*5
 
-    All values are whole numbers from 1 to LARGEST, as far as possible, and the larger one comes
-    first in a step.
+
+def random_attempt(rng: Generator, numbers: Sequence[int]) -> Attempt:
+    """Combine two random numbers, the larger one first, by a random operator until one is left.
+
+    All values are whole numbers from 1 to LARGEST, as far as possible.
     """
-    pool, steps = [(number, str(number)) for number in numbers], list[str]()
+    pool = [(number, str(number)) for number in numbers]  # with the expression that gave each
+    steps = []
     while len(pool) > 1:
         (b, right), (a, left) = sorted(pool.pop(rng.integers(len(pool))) for _ in range(2))
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else 0}
@@ -111,10 +121,9 @@ def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> tuple[in
         sign = allowed[rng.integers(len(allowed))]
         steps.append(f"{a}{sign}{b}={results[sign]}")
         pool.append((results[sign], f"({left}{sign}{right})"))
-    return pool[0][0], ",".join(steps), pool[0][1][1:-1]
+    value, expression = pool[0]
+    return Attempt(value, ",".join(steps), expression[1:-1])
 
-
-# --- the task -------------------------------------------------------------------------------------
 
 SPELLED = (
     "Reach {target} with the numbers {numbers}. Use each of them exactly once; you may add, "
@@ -135,6 +144,7 @@ class Countdown(SourceTask):
 
     parts: Mapping[str, float] = {"solved": 1.0, "format": 0.1}
     success = "solved"
+    difficulty = "2x12,3x12"
 
     def __init__(
         self,
@@ -142,26 +152,29 @@ class Countdown(SourceTask):
         data: Files = (),
         eval_data: Files = (),
         form: str = "",
-        difficulty: str = "2x12,3x12",
+        difficulty: str | None = None,
     ) -> None:
         """`difficulty` is of made problems: how many numbers x the largest, equally often each."""
-        self.seed, self.form = seed, form or ("chat" if data or eval_data else "search")
+        self.seed = seed
+        self.form = form or ("chat" if data or eval_data else "search")
         if self.form not in ("search", "chat"):
             raise ConfigError(f"--task-args form must be search or chat, got {form}")
         if data or eval_data:
             super().__init__(Rows(seed, data, eval_data, parse_problem))
             return
-        self.levels = [tuple(map(int, level.split("x"))) for level in difficulty.split(",")]
+        if difficulty is not None:
+            self.difficulty = difficulty
+        levels = self.difficulty.split(",")
+        self.levels = [tuple(map(int, level.split("x"))) for level in levels]
         if any(largest < SMALLEST for _, largest in self.levels):
             raise ConfigError(f"--task-args difficulty: the largest number is below {SMALLEST}")
-        super().__init__(Generated(self._made, f"problems of {difficulty}"))
+        super().__init__(Generated(self._made, f"problems of {self.difficulty}"))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         value = result(final_answer(text), example.fields["nums"])
-        solved = value == example.fields["target"]
-        return {"solved": solved, "format": value is not None}
+        return {"solved": value == example.fields["target"], "format": value is not None}
 
-    def ask(self, example: Example) -> Example:
+    def ask(self, example: Example, number: int) -> Example:
         """A problem in its form."""
         if self.form == "search":
             return example
@@ -176,22 +189,24 @@ class Countdown(SourceTask):
         while True:
             size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
-            target, *_ = random_attempt(rng, numbers)
+            target = random_attempt(rng, numbers).value
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
-            if is_held_out(problem, PROBLEMS_PER_HELD_OUT) == held_out:
+            if is_held_out(problem, one_in=4) == held_out:
                 break
-        question, answer = short_question(numbers, target), self.answer(rng, numbers, target)
-        kind, fields = f"{size} numbers up to {largest}", {"nums": numbers, "target": target}
-        return Example(question, answer, number, kind, fields=fields)
+        answer = self.answer(rng, numbers, target)
+        kind = f"{size} numbers up to {largest}"
+        fields = {"nums": numbers, "target": target}
+        return Example(short_question(numbers, target), answer, number, kind, fields=fields)
 
-    def answer(self, rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
+    def answer(self, rng: Generator, numbers: Sequence[int], target: int) -> str:
         """A text to learn from: there is none. The recipe of the shipped model overrides this."""
         return ""
 
 
-def parse_problem(record: dict[str, Any]) -> Row:
+def parse_problem(record: Record) -> Row:
     """The row of a line."""
-    numbers, target = record["nums"], index(record["target"])
+    numbers = record["nums"]
+    target = index(record["target"])
     if len(numbers) < 2 or min(map(index, numbers)) < 0:
         raise ValueError("nums must be two or more whole numbers from 0")
     question = short_question(numbers, target)
@@ -222,6 +237,4 @@ class CountdownTool(Countdown):
     """Countdown in turns: a calculator may be called before the answer, which is the last turn."""
 
     tools = (calculate,)
-
-    def __init__(self, seed: int, difficulty: str = "3x20", **others: Any) -> None:
-        super().__init__(seed, difficulty=difficulty, **others)
+    difficulty = "3x20"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ..task import Task
 from ..types import ConfigError, Example
 from .base import fingerprint, is_held_out, question_of
 
-QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a line has
+QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a row has
 ANSWERS = ("answer", "completion", "solution")
 CHATS = ("messages", "prompt", "completion")  # keys of lists of messages, in order
 Record = Mapping[str, Any]  # a row as it was given
@@ -31,29 +31,30 @@ Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
 class Row(NamedTuple):
-    """A line of a file."""
+    """A row as it was read."""
 
-    question: str  # what decides whether two lines ask the same
+    question: str  # what decides whether two rows ask the same
     example: Example
-    test: bool = False  # a published test row: held out without --eval-data, unless all are
-    told: str = ""  # what an environment reads of it, which tells rows of few questions apart
+    published_test: bool = False  # of the test split of a file that is published with its splits
+    extra_key: str = ""  # what an environment reads of it: see `tell_apart`
 
 
-Parse = Callable[[Any], Row]  # a line's object -> its row; any exception refuses it
+Parse = Callable[[Any], Row]  # what a line holds, whatever it is -> a row; any exception refuses it
+
+
+# --- how rows are read ----------------------------------------------------------------------------
 
 
 def question_key(text: str) -> str:
     """A question without what copies of it differ in: white space, and Unicode's forms."""
-    if not (words := unicodedata.normalize("NFC", text).split()):
+    words = unicodedata.normalize("NFC", text).split()
+    if not words:
         raise ValueError("the question is empty")
     return " ".join(words)
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
-    """The text or number under the first of the keys that a row has; NaN and null are missing.
-
-    Raises ValueError if all are missing and there is no default.
-    """
+    """The text or number under the first of the keys that a row has; NaN and null are missing."""
     for key in keys:
         value = record.get(key)
         if value is None or value != value:
@@ -70,7 +71,7 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are.
 
     Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
-    last one, if it is the assistant's, is the answer.
+    last one, if it is the assistant's, is the answer. `default` is the answer of a row without one.
     """
     chats = [record[key] for key in CHATS if is_chat(record.get(key))]
     messages = [as_templates_write(message) for chat in chats for message in chat]
@@ -79,9 +80,7 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
     question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
     answer = text_of(record, keys, default)
-    tools: Any = record.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    tools = [*tools] if is_chat(tools) else None
+    tools = tools_of(record)
     example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
     return Row(question, example)
 
@@ -89,18 +88,19 @@ def parse_pair(record: Record, default: str | None = None) -> Row:
 parse_any = partial(parse_pair, default="")  # of rows that may have no answer
 
 
-def parse_begun(environments: Any, record: Record) -> Row:
-    """A row of a run with environments, which are told all of it, or with tools alone."""
+def parse_episode(record: Record, *, is_read: bool) -> Row:
+    """A row that needs no question. `is_read`: an environment reads all of it."""
     whole = json.dumps(record, sort_keys=True, default=str)
     has_question = {*QUESTIONS, *CHATS} & record.keys()
     row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
-    return row._replace(told=whole if environments else "")
+    return row._replace(extra_key=whole) if is_read else row
 
 
-def is_chat(value: Any) -> bool:
+def is_chat(value: object) -> TypeGuard[Sequence[Record]]:
     """Whether a value is a list of messages, as JSON or Arrow has it."""
-    is_list = isinstance(value, list | tuple | np.ndarray)
-    return is_list and all(isinstance(message, Mapping) for message in value)
+    if not isinstance(value, list | tuple | np.ndarray):
+        return False
+    return all(isinstance(message, Mapping) for message in value)
 
 
 def as_templates_write(message: Record) -> dict[str, Any]:
@@ -108,15 +108,39 @@ def as_templates_write(message: Record) -> dict[str, Any]:
 
     OpenAI's form has a list of parts, or null, as a content, and JSON as arguments.
     """
-    found = copy.deepcopy(message)
+    written = dict(copy.deepcopy(message))
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
-    for call in found.get("tool_calls") or ():
+    written["content"] = content
+    for call in written.get("tool_calls") or ():
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"])
-    return {**found, "content": content}
+    return written
+
+
+def tools_of(record: Record) -> list[Record] | None:
+    """The schemas of a row's own tools: a list, or the JSON of one. Anything else is none."""
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    return list(tools) if is_chat(tools) else None
+
+
+# --- which rows are held out ----------------------------------------------------------------------
+
+
+def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
+    """The rows of --data and --eval-data; where questions are few, with what else differs in them.
+
+    All rows of an environment may ask the same, such as "Find the way out", and differ in what the
+    environment reads. Where there are questions enough, they alone decide what is held out, so that
+    the split is the same without an environment. A question must have the same key on both sides.
+    """
+    if len({row.question for rows in sides for row in rows}) >= 10:  # of fewer, a tenth may be none
+        return sides
+    return [[row._replace(question=row.question + row.extra_key) for row in rows] for rows in sides]
 
 
 class Rows(Task):
@@ -124,56 +148,59 @@ class Rows(Task):
 
     def __init__(self, seed: int, data: Files, eval_data: Files, parse: Parse) -> None:
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
-        self.seed, self.parse = seed, parse
-        rows, held_out = self.read(data), self.read(eval_data)
-        if len({row.question for row in rows + held_out}) < 10:  # of which a tenth is none
-            for side in (rows, held_out):
-                side[:] = [row._replace(question=row.question + row.told) for row in side]
-        if not eval_data:
-            held_out = [row for row in rows if row.test]
-            if len(held_out) in (0, len(rows)):  # no such split, or one side of it
-                chosen = [row for row in rows if is_held_out(row.question)]
-                held_out = chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
-        first: dict[str, Example] = {}
-        for row in held_out:
-            first.setdefault(row.question, row.example)
-        train = [row for row in rows if row.question not in first]
-        self._train, self._held_out = [row.example for row in train], list(first.values())
-        self.num_train, self.num_held_out = len(train), len(first)
-        self.about = f"{len(train)} of {len(rows)} rows, {len(first)} questions held out"
-        if not first or (data and not train):
-            said = "two different questions at least, or --eval-data, are needed"
-            raise ConfigError(f"--data: {self.about}; {said}")
-        self.questions = _hashes(row.question for row in train), _hashes(first)
+        self.seed = seed
+        self.parse = parse
+
+        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data))
+        evaluated: dict[str, Example] = {}  # question -> its first row
+        for row in eval_rows if eval_data else self.choose_held_out(rows):
+            evaluated.setdefault(row.question, row.example)
+        trained = [row for row in rows if row.question not in evaluated]
+        self._train = [row.example for row in trained]
+        self._held_out = list(evaluated.values())
+        self.num_train = len(trained)
+        self.num_held_out = len(evaluated)
+        self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
+        if not evaluated or (data and not trained):
+            raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
+        self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
 
     def read(self, files: Files) -> list[Row]:
         """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
         rows = []
         for source in files:
-            records: Any = source
-            place = "the data, row"
-            if isinstance(source, Path):  # as bytes: in a text, U+2028 would end a line too
-                records, place = source.read_bytes().splitlines(), f"{source}, line"
-            for number, record in enumerate(records, 1):
-                is_line = isinstance(record, bytes)
-                if is_line and not record.strip():
+            place = f"{source}, line" if isinstance(source, Path) else "the data, row"
+            # as bytes: in a text, U+2028 would end a line too
+            lines = source.read_bytes().splitlines() if isinstance(source, Path) else source
+            for number, line in enumerate(lines, 1):
+                if isinstance(line, bytes) and not line.strip():
                     continue
                 with refusing(f"{place} {number}"):  # a line may hold anything
-                    row = self.parse(json.loads(record) if is_line else record)
+                    row = self.parse(json.loads(line) if isinstance(line, bytes) else line)
                     rows.append(row._replace(question=question_key(row.question)))
         return rows
 
+    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The published test rows, else those of a tenth of the questions, or one row."""
+        published = [row for row in rows if row.published_test]
+        if 0 < len(published) < len(rows):  # else the files have one side of the published split
+            return published
+        chosen = [row for row in rows if is_held_out(row.question)]
+        return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
+
     def train(self, number: int) -> Example:
-        epoch, place = divmod(number, len(self._train))
-        order = permutation(self.seed, epoch, len(self._train))
-        return replace(self._train[int(order[place])], index=number)
+        epoch, place = divmod(number, self.num_train)
+        order = permutation(self.seed, epoch, self.num_train)
+        return replace(self._train[order[place]], index=number)
 
     def held_out(self, number: int) -> Example:
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        every = self._train + self._held_out
-        return sorted(every, key=lambda x: -len(f"{x.prompt}{x.messages}{x.answer}"))[:number]
+        def length(example: Example) -> int:
+            return len(f"{example.prompt}{example.messages}{example.answer}")
+
+        return sorted(self._train + self._held_out, key=length, reverse=True)[:number]
 
 
 @lru_cache(maxsize=4)
@@ -183,4 +210,5 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def _hashes(questions: Iterable[str]) -> np.ndarray:
-    return np.unique(np.array([*map(fingerprint, questions)], dtype=np.uint64))
+    """`[n]` uint64, the sorted hashes of n different questions."""
+    return np.unique(np.fromiter(map(fingerprint, questions), np.uint64))

@@ -13,22 +13,27 @@ from ..runtime.rng import stream
 from ..task import Task
 from ..types import Example
 
-PROMPT, NUMBERS, GUESSES = "0-30: ", [str(number) for number in range(31)], 6
+PROMPT = "0-30: "
+NUMBERS = [*map(str, range(31))]
+GUESSES = 6
 
 
 class Game:
     """The reward is 1 if the secret is found, and half of the share of guesses that are left."""
 
     def reset(self, secret: str) -> None:
-        self.secret, self.left = secret, GUESSES
+        self.secret = secret
+        self.guesses_left = GUESSES
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        self.left -= 1
+        """What the game answers, the reward, and whether it is over."""
+        self.guesses_left -= 1
         if text == self.secret:
-            return "=", 1 + 0.5 * self.left / GUESSES, True
+            return "=", 1 + 0.5 * self.guesses_left / GUESSES, True
         if text not in NUMBERS:
             return "?", 0.0, True
-        return "<" if int(self.secret) < int(text) else ">", 0.0, not self.left
+        word = "<" if int(self.secret) < int(text) else ">"
+        return word, 0.0, self.guesses_left == 0
 
 
 class Guess(Task):

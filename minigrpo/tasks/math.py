@@ -14,32 +14,26 @@ huge numbers cannot be interrupted in Python: it runs in a process that the syst
 
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from subprocess import DEVNULL, PIPE, Popen
 
 from ..runtime.rng import stream
 from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out
-from .data import QUESTIONS, Files, Row, Rows, text_of
+from .data import QUESTIONS, Files, Record, Row, Rows, text_of
 
-HASHES, BOXED = "####", r"\boxed{}"
-SOLUTIONS = ("solution", "answer", "completion")  # keys of a true answer
+HASHES = "####"  # the two forms of an answer
+BOXED = r"\boxed{}"
 REQUESTS = {
     HASHES: "Think step by step. End with a line that has #### and then the result as a number.",
     BOXED: r"Think step by step. Put the final answer, and nothing else, in \boxed{}.",
 }
-CALCULATION = re.compile(r"<<[^<>\n]*>>")  # GSM8K's notes for a calculator, inside the solutions
-MAX_ANSWER_CHARS = 300
-FEWEST, MOST, LARGEST = 3, 6, 9  # numbers in a sum, and the largest of them
 
 
 class Math(SourceTask):
@@ -57,13 +51,13 @@ class Math(SourceTask):
         self, seed: int, data: Files = (), eval_data: Files = (), chat: bool = False
     ) -> None:
         """`chat`: prompts are messages of a user, not text that a base model continues."""
-        self.seed, self.chat = seed, chat
+        self.seed = seed
+        self.chat = chat
         self.verifier: MathVerify | None = None
-        if not (data or eval_data):
-            super().__init__(Generated(self._sum, f"sums of {FEWEST} to {MOST} numbers"))
-            self.speculate = True
+        made = Generated(self._sum, "sums of 3 to 6 numbers", speculate=True)
+        super().__init__(Rows(seed, data, eval_data, self._row) if data or eval_data else made)
+        if self.source is made:
             return
-        super().__init__(Rows(seed, data, eval_data, self._row))
         if find_spec("math_verify"):
             self.verifier = MathVerify()
         else:
@@ -71,18 +65,23 @@ class Math(SourceTask):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         form, truth = truth_of(example.answer)
-        answer = final_answer(text, form)
-        right = 0 < len(answer) <= MAX_ANSWER_CHARS
-        if right:
-            expected, value = number(truth, BOXED), number(answer, form)
-            if expected is not None and (value is not None or form == HASHES):
-                right = value == expected
-            else:
-                right = truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
-        return {"correct": right, "format": answer_in_form(text, form) != ""}
+        correct = self.is_right(final_answer(text, form), truth, form)
+        return {"correct": correct, "format": answer_in_form(text, form) != ""}
 
-    def _row(self, record: dict[str, Any]) -> Row:
-        question, solution = text_of(record, QUESTIONS).strip(), solution_of(record)
+    def is_right(self, answer: str, truth: str, form: str) -> bool:
+        """Whether a final answer, which was asked for in this form, is the true one."""
+        if not 0 < len(answer) <= 300:
+            return False
+        true_value = exact_value(truth, BOXED)
+        value = exact_value(answer, form)
+        # where a number is the true answer, words after #### are not a formula
+        if true_value is not None and (value is not None or form == HASHES):
+            return value == true_value
+        return truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
+
+    def _row(self, record: Record) -> Row:
+        question = text_of(record, QUESTIONS).strip()
+        solution = solution_of(record)
         request = REQUESTS[truth_of(solution)[0]]
         prompt = f"Question: {question}\n{request}\nAnswer:\n"
         if self.chat:
@@ -93,23 +92,25 @@ class Math(SourceTask):
     def _sum(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, f"sums/{'held-out' if held_out else 'train'}", number)
         while True:
-            terms = rng.integers(1, LARGEST + 1, rng.integers(FEWEST, MOST + 1))
+            terms = rng.integers(1, 10, rng.integers(3, 7))
             prompt = "+".join(map(str, terms)) + "="
             if is_held_out(prompt) == held_out:
                 break
-        answer = f"{','.join(map(str, np.cumsum(terms)[1:]))}{HASHES}{terms.sum()}"
-        return Example(prompt, answer, number, f"{len(terms)} numbers")
+        sums = ",".join(map(str, terms.cumsum()[1:]))  # so far
+        return Example(prompt, f"{sums}{HASHES}{terms.sum()}", number, f"{len(terms)} numbers")
 
 
-def solution_of(record: dict[str, Any]) -> str:
-    """The true solution of a line."""
-    return CALCULATION.sub("", text_of(record, SOLUTIONS)).strip()
+def solution_of(record: Record) -> str:
+    """The true solution of a line, without GSM8K's notes for a calculator."""
+    text = text_of(record, ("solution", "answer", "completion"))
+    return re.sub(r"<<[^<>\n]*>>", "", text).strip()
 
 
 def truth_of(solution: str) -> tuple[str, str]:
     """The form of a true solution, and its final answer. Raises ValueError if it has none."""
     for form in (HASHES, BOXED):
-        if truth := answer_in_form(solution, form):
+        truth = answer_in_form(solution, form)
+        if truth:
             return form, truth
     if solution and "\n" not in solution:
         return BOXED, solution  # nothing but the answer
@@ -140,10 +141,12 @@ def after_hashes(text: str) -> str:
 def boxed(text: str) -> str:
     r"""The content of the last `\boxed{...}`; nothing if it is never closed."""
     _, mark, rest = text.rpartition(r"\boxed{")
+    if not mark:
+        return ""
     depth = 1
-    for place, character in enumerate(rest if mark else ""):
+    for place, character in enumerate(rest):
         depth += (character == "{") - (character == "}")
-        if not depth:
+        if depth == 0:
             return rest[:place].strip()
     return ""
 
@@ -160,44 +163,47 @@ NOISE = re.compile(r"\\[$%!,]|[$%]|\*\*|\{,\}")  # 50% is 50: published answers 
 FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 
 
-def number(text: str, form: str) -> Fraction | None:
+def exact_value(text: str, form: str) -> Fraction | None:
     r"""The exact value of a text that is a number: 1,234, $5, 50%, -3/4, \frac{3}{4}.
 
     After #### words may stand around it, as in "48 + 24 = 72 clips in 2 months": the first one
     after the last = counts.
     """
-    text = FRACTION.sub(r" \1/\2", NOISE.sub("", text.replace("−", "-"))).strip()
-    found = FIRST.match(text.rpartition("=")[2]) if form == HASHES else WHOLE.fullmatch(text)
-    return Fraction(re.sub("[ ,]", "", found[1])) if found else None
+    plain = NOISE.sub("", text.replace("−", "-"))
+    plain = FRACTION.sub(r" \1/\2", plain).strip()
+    number = FIRST.match(plain.rpartition("=")[2]) if form == HASHES else WHOLE.fullmatch(plain)
+    return Fraction(re.sub("[ ,]", "", number[1])) if number else None
 
 
 class MathVerify:
     """Compares formulas in a process that is started again when the system has ended it."""
 
     def __init__(self) -> None:
-        worker = str(Path(__file__).with_name("math_verify_worker.py"))
-        self.start = partial(
-            subprocess.Popen,
-            # -P: else our math.py would hide the standard library's
-            [sys.executable, "-P", worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the run, which ends the input
-        )
-        self.lock, self.process = threading.Lock(), self.start()
+        self.lock = threading.Lock()  # one pair at a time
+        self.process = start_worker()
         # a group has many completions and few answers
-        self.same = lru_cache(maxsize=1 << 14)(self._ask)
-        if not self._ask("1", "1"):
+        self.same = lru_cache(maxsize=1 << 14)(self._compare)
+        if not self._compare("1", "1"):
             raise ConfigError("--task math: math-verify is installed, but does not work")
 
-    def _ask(self, truth: str, answer: str) -> bool:
+    def _compare(self, truth: str, answer: str) -> bool:
         """Whether two formulas are equal; False for one that takes too long or too much memory."""
         with self.lock:
             assert self.process.stdin and self.process.stdout
             print(json.dumps([truth, answer]), file=self.process.stdin, flush=True)
             verdict = self.process.stdout.readline()
             if not verdict:  # the system has ended it
-                self.process = self.start()
+                self.process = start_worker()
             return verdict == "1\n"
+
+
+def start_worker() -> Popen[str]:
+    return Popen(
+        # -P: else our math.py would hide the standard library's
+        [sys.executable, "-P", Path(__file__).with_name("math_verify_worker.py")],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the run, which ends the input
+    )

@@ -14,18 +14,16 @@ import math_verify
 LIMIT_S = 3.0  # of CPU time, per pair: a busy machine changes no verdict
 MEMORY_BYTES = 2 << 30  # of the process, SymPy included
 
-
-verdicts, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no verdict
+verdicts = sys.stdout
+sys.stdout = sys.stderr  # what a library prints is no verdict
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 for line in sys.stdin:
     # nobody handles its signal: it ends the process, even within one multiplication
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:  # the library's own limits are off: they cannot end a multiplication
-        truth, answer = (
-            math_verify.parse(f"${text.strip('$ ')}$", parsing_timeout=None)
-            for text in json.loads(line)
-        )
+        texts = [f"${text.strip('$ ')}$" for text in json.loads(line)]
+        truth, answer = (math_verify.parse(text, parsing_timeout=None) for text in texts)
         same = bool(math_verify.verify(truth, answer, timeout_seconds=None))
     except Exception:  # an answer that it cannot read
         same = False

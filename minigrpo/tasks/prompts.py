@@ -19,7 +19,7 @@ from typing import Any
 from ..rewards import similarity
 from ..types import REWARD, ConfigError, Example
 from .base import Generated, SourceTask, tagged_answer
-from .data import ANSWERS, Files, Parse, Row, Rows, parse_any, parse_begun, parse_pair
+from .data import ANSWERS, Files, Parse, Record, Row, Rows, parse_any, parse_episode, parse_pair
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
@@ -41,7 +41,7 @@ class Prompts(SourceTask):
         judge: str = "exact",
         environment: Any = None,
     ) -> None:
-        """`environment`: a `World`, which may say what is asked, so that no row needs to."""
+        """`environment`: an `EnvironmentSet`, which may say what is asked, so no row needs to."""
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
         self.parts, parse = JUDGES[judge]
@@ -49,11 +49,10 @@ class Prompts(SourceTask):
         if environment and not (data or eval_data):
             if self.parts:
                 raise ConfigError("no reward: give the environment a get_reward, or give rewards")
-            made = Generated(lambda number, held_out: Example("", index=number), "episodes")
-            super().__init__(made)
+            super().__init__(Generated(empty_prompt, "episodes"))
         else:
             if environment and judge == "none":
-                parse = partial(parse_begun, environment.parts)
+                parse = partial(parse_episode, is_read=bool(environment.parts))
             super().__init__(Rows(seed, data, eval_data, parse))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
@@ -62,34 +61,32 @@ class Prompts(SourceTask):
         if self.success == REWARD:
             return {}
         if self.success == "exact":
-            similar = similarity(text, example.answer)
-            return {"exact": text == example.answer, "similarity": similar}
-        tagged = tagged_answer(text)
-        found = normalized(text if tagged is None else tagged)
-        return {"correct": found in map(normalized, example.fields["answers"])}
+            truth = example.answer
+            return {"exact": text == truth, "similarity": similarity(text, truth)}
+        answer = normalized(tagged_answer(text, text))
+        return {"correct": answer in map(normalized, example.fields["answers"])}
 
 
-# --- judge=qa -------------------------------------------------------------------------------------
+def empty_prompt(number: int, held_out: bool) -> Example:
+    """An episode of an environment that asks by itself."""
+    return Example("", index=number)
 
 
-def parse_qa(record: dict[str, Any]) -> Row:
-    """A question with one or several right answers, and perhaps a `context`: paragraphs to read.
-
-    A context is a text, or HotpotQA's titles and lists of sentences.
-    """
+def parse_qa(record: Record) -> Row:
+    """A question, its right answers, and perhaps a `context`: a text, or HotpotQA's paragraphs."""
     answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
     answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
-    question, example, *_ = parse_pair({**record, "answer": answers[0]})
+    row = parse_pair({**record, "answer": answers[0]})
     context = record.get("context") or ""
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)
         context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in paragraphs)
-    content = f"{context}\n\n{question}\n\n{REQUEST}".strip()
-    messages = example.messages or ({"role": "user", "content": content},)
+    content = f"{context}\n\n{row.question}\n\n{REQUEST}".strip()
+    messages = row.example.messages or ({"role": "user", "content": content},)
     fields = {**record, "answers": answers}
-    return Row(question, replace(example, messages=messages, fields=fields))
+    return Row(row.question, replace(row.example, messages=messages, fields=fields))
 
 
 def normalized(text: str) -> str:
@@ -104,7 +101,7 @@ def normalized(text: str) -> str:
     return next(filter(None, forms), "")
 
 
-# judge -> the weights of its parts, of which the first says what is right; how a row is read
+# the parts, of which the first says what is right, with their weights; and how a row is read
 JUDGES: Mapping[str, tuple[Mapping[str, float], Parse]] = {
     "exact": ({"exact": 1.0, "similarity": 0.2}, parse_pair),
     "qa": ({"correct": 1.0}, parse_qa),

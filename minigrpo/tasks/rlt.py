@@ -4,9 +4,9 @@ The teacher reads a question and its solution, and writes an explanation between
 frozen student reads the question and the explanation, and the reward is how likely it finds the
 solution. So the reward is dense: the teacher need not find the solution by itself.
 
-    likelihood = A . [mean, min] over solution tokens of
+    likelihood = mean + 0.01 min over solution tokens of
                  log p_student(token | question, explanation)
-    kl         = -B . [mean, max] over explanation tokens of
+    kl         = -3 mean - 0.03 max over explanation tokens of
                  log p_teacher(token | question, solution) - log p_student(token | question)
     match      = 0
 
@@ -25,25 +25,21 @@ one pass. With the carries before it, each digit is a sum of three numbers in it
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from ..model.encoding import to_completions, token_texts
+from ..model.frozen_model import FrozenModel
 from ..runtime.rng import stream
 from ..task import TokenBatch
 from ..types import ConfigError, Example
 from .base import Generated, SourceTask, asset, is_held_out
-from .data import QUESTIONS, Files, Row, Rows, text_of
+from .data import QUESTIONS, Files, Record, Row, Rows, text_of
 from .math import solution_of
 
-A_MEAN, A_MIN = 1.0, 0.01  # over the solution's tokens
-B_MEAN, B_MAX = 3.0, 0.03  # over the explanation's tokens
-MISSING_TAGS = -1.0  # each term of a completion without tags
 DIGITS = 6
 PLACES = 10 ** np.arange(DIGITS)[::-1]  # what a digit is worth
-CHAINED = 0.4  # share of the columns whose digits are made to add up to 9: carries pass through
-EXPLANATION = re.compile("<think>(.*?)</think>", re.DOTALL)
 TEACHERS_PROMPT = """\
 {question}
 
@@ -63,10 +59,8 @@ Think between <think> and </think>, then write the solution between <solution> a
 class RLT(SourceTask):
     """Scores explanations by what a student makes of them.
 
-    Metrics beside the three reward functions above, with weight 0:
-        solved: 1 if the student finds the solution with the explanation: each token of it has more
-            than half of the probability, so that greedy decoding writes it; else 0.
-        unaided: the same with an empty explanation.
+    Two metrics have weight 0. solved: 1 if greedy decoding of the student writes the solution after
+    the explanation, else 0. unaided: the same with an empty explanation.
     """
 
     parts: Mapping[str, float] = {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
@@ -77,62 +71,75 @@ class RLT(SourceTask):
         self, seed: int, data: Files = (), eval_data: Files = (), student: str = ""
     ) -> None:
         """`student`: a run, a model's folder or file, or ORG/NAME; "": the one of additions."""
-        self.seed, self.student = seed, student or str(asset("student"))
-        if data or eval_data:
-            super().__init__(Rows(seed, data, eval_data, parse_lesson))
-            if not student:
-                raise ConfigError("--task rlt --data needs --task-args student=MODEL")
-            return
-        super().__init__(Generated(self._addition, f"additions of {DIGITS} digits"))
-        self.speculate = True
+        self.seed = seed
+        self.student = student or str(asset("student"))
+        made = Generated(self._addition, f"additions of {DIGITS} digits", speculate=True)
+        super().__init__(Rows(seed, data, eval_data, parse_lesson) if data or eval_data else made)
+        if self.source is not made and not student:
+            raise ConfigError("--task rlt --data needs --task-args student=MODEL")
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
-        student, sampled = batch.model(self.student), batch.completions
-        encode, teacher = student.tokenizer.encode, sampled.sampler_logp
-        assert teacher is not None
-        prompts, solutions, spans, rows = [], [], {}, []
-        for p, example in enumerate(batch.examples):
-            # a message, if the student has a chat template
-            asked = Example(example.fields["students_prompt"], tools=())
-            prompts.append(student.encode_prompt(asked))
-            solutions.append(encode(example.fields["solution"]))
-            read = [encode("<think></think>")]
-            for g, text in enumerate(batch.texts[p]):
-                ids = sampled.completion_ids[p, g][sampled.completion_mask[p, g]].tolist()
-                # the student may not know the last one, which ends the text
-                if not student.tokenizer.decode(ids).startswith(text):
-                    said = "its vocabulary differs from the model's"
-                    raise ConfigError(f"--task-args student={self.student}: {said}")
-                spans[p, g] = shown, _ = find_span(token_texts(student.tokenizer, ids))
-                read.append(ids[shown])
-            rows.append([[*ids, *encode("<solution>"), *solutions[p]] for ids in read])
-        # [P, 1 + G, S]: without an explanation, and with each
-        logp = student.logp(to_completions(prompts, rows), batch.temperature).double()
-        values = {name: np.zeros(teacher.shape[:2]) for name in self.parts}
-        for (p, g), (shown, inside) in spans.items():
-            alone, aided = (
-                logp[p, row, : len(rows[p][row])][-len(solutions[p]) :] for row in (0, 1 + g)
+        student: FrozenModel = batch.model(self.student)
+        teacher_logp = batch.completions.sampler_logp
+        assert teacher_logp is not None
+
+        # 1. What the student reads, and its log-probs, [P, 1 + G, S].
+        lessons = [self._lesson(student, batch, p) for p in range(len(batch.examples))]
+        prompts = [lesson.prompt for lesson in lessons]
+        texts = [lesson.texts for lesson in lessons]
+        student_logp = student.logp(to_completions(prompts, texts), batch.temperature).double()
+
+        # 2. The parts of each completion.
+        parts = {name: np.zeros(teacher_logp.shape[:2]) for name in self.parts}
+        for p, lesson in enumerate(lessons):
+            unaided, *aided = (
+                student_logp[p, row, len(text) - lesson.solution_len : len(text)]
+                for row, text in enumerate(lesson.texts)
             )
-            values["unaided"][p, g] = (alone.exp() > 0.5).all()
-            if shown.start == shown.stop:
-                for name in ("likelihood", "kl", "match"):
-                    values[name][p, g] = MISSING_TAGS
-                continue
-            values["solved"][p, g] = (aided.exp() > 0.5).all()
-            values["likelihood"][p, g] = A_MEAN * aided.mean() + A_MIN * aided.min()
-            own = logp[p, 1 + g, inside.start - shown.start : inside.stop - shown.start]
-            ratio = teacher[p, g, inside].double() - own
-            if len(ratio):
-                values["kl"][p, g] = -B_MEAN * ratio.mean() - B_MAX * ratio.max()
-        return values
+            # greedy decoding writes tokens that each have more than half of the probability
+            parts["unaided"][p] = (unaided.exp() > 0.5).all()
+            for g, (shown, inside) in enumerate(lesson.spans):
+                if not shown.stop:  # no explanation
+                    for name in ("likelihood", "kl", "match"):
+                        parts[name][p, g] = -1
+                    continue
+                parts["likelihood"][p, g] = aided[g].mean() + 0.01 * aided[g].min()
+                parts["solved"][p, g] = (aided[g].exp() > 0.5).all()
+                own = student_logp[p, 1 + g, inside.start - shown.start : inside.stop - shown.start]
+                ratio = teacher_logp[p, g, inside].double() - own
+                if len(ratio):
+                    parts["kl"][p, g] = -3 * ratio.mean() - 0.03 * ratio.max()
+        return parts
+
+    def _lesson(self, student: FrozenModel, batch: TokenBatch, p: int) -> "Lesson":
+        """What the student reads of prompt p. Raises ConfigError for another vocabulary."""
+        tokenizer = student.tokenizer
+        fields = batch.examples[p].fields
+        # a message, if the student has a chat template
+        prompt = student.encode_prompt(Example(fields["students_prompt"], tools=()))
+        solution = tokenizer.encode(fields["solution"])
+        ending = [*tokenizer.encode("<solution>"), *solution]
+        texts = [[*tokenizer.encode("<think></think>"), *ending]]
+        spans = []
+        for g, text in enumerate(batch.texts[p]):
+            is_sampled = batch.completions.completion_mask[p, g]
+            ids = batch.completions.completion_ids[p, g][is_sampled].tolist()
+            # the student may not know the last one, which ends the text
+            if not tokenizer.decode(ids).startswith(text):
+                raise ConfigError(f"--task-args student={self.student}: has another vocabulary")
+            shown, inside = find_span(token_texts(tokenizer, ids))
+            texts.append([*ids[shown], *ending])
+            spans.append((shown, inside))
+        return Lesson(prompt, texts, len(solution), spans)
 
     def _addition(self, number: int, held_out: bool) -> Example:
         rng = stream(self.seed, "additions", number, held_out)
         while True:
-            x, y = rng.integers(10, size=(2, DIGITS))
-            y = np.where(rng.random(DIGITS) < CHAINED, 9 - x, y)
-            a, b = x @ PLACES, y @ PLACES
+            first, second = rng.integers(10, size=(2, DIGITS))  # the digits of both numbers
+            # make some columns add up to 9: carries pass through
+            second = np.where(rng.random(DIGITS) < 0.4, 9 - first, second)
+            a, b = first @ PLACES, second @ PLACES
             question = f"{a:0{DIGITS}d}+{b:0{DIGITS}d}"
             if is_held_out(question) == held_out:
                 break
@@ -144,28 +151,41 @@ class RLT(SourceTask):
         return Example(prompt, f"<think>{carries}</think>", number, fields=fields)
 
 
-def parse_lesson(record: dict[str, Any]) -> Row:
+def parse_lesson(record: Record) -> Row:
     """The row of a line. Its answer is empty, because no explanation is the true one."""
-    question, solution = text_of(record, QUESTIONS), solution_of(record)
+    question = text_of(record, QUESTIONS)
+    solution = solution_of(record)
+    if not solution:  # the explanation itself would be taken for it
+        raise ValueError("the solution is empty")
     prompt = TEACHERS_PROMPT.format(question=question, solution=solution)
-    asked = STUDENTS_PROMPT.format(question=question)
-    fields = {**record, "students_prompt": asked, "solution": solution}
+    students_prompt = STUDENTS_PROMPT.format(question=question)
+    fields = {**record, "students_prompt": students_prompt, "solution": solution}
     return Row(question, Example(prompt, fields=fields))
 
 
-def find_span(pieces: Sequence[str]) -> tuple[slice, slice]:
-    """Which tokens are an explanation: with its tags, and between them.
+class Lesson(NamedTuple):
+    """A prompt as the student reads it, with the explanations of its group."""
 
-    It reaches from the first <think> to the next </think>; without these nothing is one. Tags are
-    looked for in the texts of the tokens, because a tokenizer may merge a tag's last character with
-    the text that follows. A token that holds part of a tag belongs to the tag.
+    prompt: Sequence[int]  # tokens
+    # [1 + G], the tokens after it: no explanation, or that of a completion, then the solution
+    texts: Sequence[Sequence[int]]
+    solution_len: int  # tokens of the solution, which end each text
+    spans: Sequence[tuple[slice, slice]]  # [G], see `find_span`
+
+
+def find_span(pieces: Sequence[str]) -> tuple[slice, slice]:
+    """Which tokens, given by their texts, are an explanation: with its tags, and inside them.
+
+    It reaches from the first <think> to the next </think>; without these nothing is one. A token
+    that holds part of a tag belongs to the tag: a tokenizer may merge its end with what follows.
 
     >>> find_span(["<thi", "nk>a", "b", "c</think>", "."])
     (slice(0, 4, None), slice(2, 3, None))
     """
-    found = EXPLANATION.search("".join(pieces))
-    if not found:
+    match = re.search("<think>(.*?)</think>", "".join(pieces), re.DOTALL)
+    if not match:
         return slice(0, 0), slice(0, 0)
     owner = [number for number, piece in enumerate(pieces) for _ in piece]  # of each character
-    shown = slice(owner[found.start()], owner[found.end() - 1] + 1)
-    return shown, slice(owner[found.start(1) - 1] + 1, owner[found.end(1)])
+    shown = slice(owner[match.start()], owner[match.end() - 1] + 1)
+    inside = slice(owner[match.start(1) - 1] + 1, owner[match.end(1)])
+    return shown, inside

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 import chess
 import numpy as np
+from numpy.random import Generator
 
 from ..fen import move_kind, position_key, push, render, transition
 from ..runtime.rng import stream
 from ..types import Example
 from .base import Generated, fingerprint
 
-POSITIONS_PER_HELD_OUT = 4  # one position in 4 is held out
 PLIES_PER_GAME = 16  # examples per game
 GAMES_BETWEEN_SLOTS = 4  # distance in games between two draws from the same game
 MAX_PLIES = 140
-PLIES_TO_PICK_FROM = 40  # candidates per game, enough to prefer rare kinds
 ILLEGAL_SHARE = 0.05  # of the examples
 MATE_IF_POSSIBLE = 0.3  # how often a mating move is played if there is one
 SPARSE_START_SHARE = 0.2  # of the games: endgames, the source of promotions, mates and draws
@@ -39,48 +38,58 @@ PICK_BIAS = {
 }
 
 
-def is_held_out(fen: str) -> bool:
-    """Whether a position is held out for evaluation, by its hash alone; clocks do not matter.
-
-    So every run agrees on it, and a position that occurs twice is never in both splits.
-    """
-    return (fingerprint(position_key(fen)) >> 56) % POSITIONS_PER_HELD_OUT == 0
+def position_is_held_out(fen: str) -> bool:
+    """Whether a position, one in four, is held out, by its hash alone; clocks do not matter."""
+    return (fingerprint(position_key(fen)) >> 56) % 4 == 0
 
 
-def ask(fen: str, uci: str, earlier: Sequence[str], history: int, index: int = 0) -> Example:
+def question_about(
+    fen: str, uci: str, earlier: Sequence[str], history: int, index: int = 0
+) -> Example:
     """What a move makes of a position; the prompt has the last `history` of the earlier moves."""
-    told = ",".join(earlier[-history:]) + "+" if history else ""
+    prompt = f"A: {fen}+{uci}+"
+    if history:
+        prompt += ",".join(earlier[-history:]) + "+"
     answer, kind = transition(fen, uci)
-    return Example(f"A: {fen}+{uci}+{told}", answer, index, kind)
+    return Example(prompt, answer, index, kind)
 
 
 class Ply(NamedTuple):
+    """A move of a game."""
+
     fen: str  # before the move
     uci: str
     kind: str
     earlier: list[str]  # the moves before it
 
 
-def play(rng: np.random.Generator) -> list[Ply]:
+def play(rng: Generator) -> list[Ply]:
+    """A random game, to its end or to MAX_PLIES."""
     board = sparse_board(rng) if rng.random() < SPARSE_START_SHARE else chess.Board()
     plies = list[Ply]()
-    while (
-        len(plies) < MAX_PLIES
-        and (moves := list(board.legal_moves))
-        and not board.is_insufficient_material()
-    ):
-        bias = [PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves]
-        move = moves[np.searchsorted(np.cumsum(bias), rng.random() * sum(bias), side="right")]
-        if rng.random() < MATE_IF_POSSIBLE:
-            checks = filter(board.gives_check, moves)
-            move = next((x for x in checks if board.lan(x).endswith("#")), move)
+    while len(plies) < MAX_PLIES and not board.is_insufficient_material():
+        moves = list(board.legal_moves)
+        if not moves:
+            break
+        move = random_move(rng, board, moves)
         fen = render(board)
         kind, _ = push(board, move)
         plies.append(Ply(fen, move.uci(), kind, [ply.uci for ply in plies]))
     return plies
 
 
-def sparse_board(rng: np.random.Generator) -> chess.Board:
+def random_move(rng: Generator, board: chess.Board, moves: list[chess.Move]) -> chess.Move:
+    """One of the legal moves, by PLAY_BIAS; now and then a move that mates instead."""
+    bias = [PLAY_BIAS.get(move_kind(board, move), 1.0) for move in moves]
+    place = np.searchsorted(np.cumsum(bias), rng.random() * sum(bias), side="right")
+    if rng.random() < MATE_IF_POSSIBLE:
+        for move in moves:
+            if board.gives_check(move) and board.lan(move).endswith("#"):
+                return move
+    return moves[place]
+
+
+def sparse_board(rng: Generator) -> chess.Board:
     """A random valid endgame: two kings and one to six other pieces, about half of them pawns."""
     while True:
         board = chess.Board(None)
@@ -97,7 +106,7 @@ def sparse_board(rng: np.random.Generator) -> chess.Board:
             return board
 
 
-def illegal_move(fen: str, rng: np.random.Generator) -> str:
+def illegal_move(fen: str, rng: Generator) -> str:
     """An illegal move. Most leave the king in check, or move a piece of the right side."""
     board = chess.Board(fen)
     pinned = [move for move in board.pseudo_legal_moves if not board.is_legal(move)]
@@ -116,36 +125,43 @@ class SelfPlay(Generated):
 
     def __init__(self, seed: int, history: int = 0) -> None:
         """`history`: how many earlier moves the prompt contains."""
-        self.seed, self.history = seed, history
+        self.seed = seed
+        self.history = history
         self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
-        super().__init__(self._example, "positions of self-play, answers by python-chess")
+        about = "positions of self-play, answers by python-chess"
+        super().__init__(self._example, about, speculate=True)
 
     def _example(self, number: int, held_out: bool) -> Example:
-        """Consecutive training examples are unrelated, and no example comes twice.
+        """Held-out examples come game by game; `PLIES_PER_GAME` for training, from as many games.
 
-        `PLIES_PER_GAME` consecutive ones come from as many different games. The games are
-        staggered: every `PLIES_PER_GAME` examples need one new game, so the cost of self-play is
-        spread evenly over the steps. Held-out ones come game by game.
+        These are staggered: every `PLIES_PER_GAME` examples need one new game, so the cost of
+        self-play is spread evenly over the steps.
         """
         game, slot = divmod(number, PLIES_PER_GAME)
-        if held_out:
-            return self.game("held-out", game)[slot]
-        return self.game("train", game + (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS)[slot]
+        if not held_out:
+            game += (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
+        return self.game(game, held_out)[slot]
 
-    def _game(self, split: str, game: int) -> list[Example]:
+    def _game(self, game: int, held_out: bool) -> list[Example]:
         """The examples of one game."""
-        usable, attempt = list[Ply](), 0
-        while len(usable) < PLIES_TO_PICK_FROM:  # short games have too few plies of one split
+        # 1. Play until rare kinds can be preferred: of a short game, few plies are of this split.
+        split = "held-out" if held_out else "train"
+        candidates = list[Ply]()
+        attempt = 0
+        while len(candidates) < 40:
             plies = play(stream(self.seed, f"game/{split}", game, attempt))
-            usable += [x for x in plies if is_held_out(x.fen) == (split == "held-out")]
+            candidates += [ply for ply in plies if position_is_held_out(ply.fen) == held_out]
             attempt += 1
+
+        # 2. Pick some of the plies, rare kinds more often.
         rng = stream(self.seed, f"pick/{split}", game)
-        weights = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in usable])
-        picks = rng.choice(len(usable), PLIES_PER_GAME, replace=False, p=weights / weights.sum())
+        bias = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in candidates])
+        picks = rng.choice(len(candidates), PLIES_PER_GAME, replace=False, p=bias / bias.sum())
+
+        # 3. Make a question of each, a few of them about an illegal move instead.
         examples = []
         for index, pick in enumerate(picks, game * PLIES_PER_GAME):
-            fen, uci, _, earlier = usable[pick]
-            if rng.random() < ILLEGAL_SHARE:
-                uci = illegal_move(fen, rng)
-            examples.append(ask(fen, uci, earlier, self.history, index))
+            ply = candidates[pick]
+            uci = illegal_move(ply.fen, rng) if rng.random() < ILLEGAL_SHARE else ply.uci
+            examples.append(question_about(ply.fen, uci, ply.earlier, self.history, index))
         return examples

@@ -1,11 +1,9 @@
 """The command `minigrpo COMMAND [flags]`. `minigrpo COMMAND --help` lists a command's flags.
 
-The settings of a run are many: `minigrpo train --help` has those that most runs need, and
-`--help all` has the others.
-
 A command's module is imported only when the command runs, so that `minigrpo --help` does not wait
 several seconds for torch. Here, and only here, a ConfigError or an OSError becomes one line and
-exit code 2. Any other error, such as one of a user's function, keeps its traceback.
+exit code 2. A run that fails has exit code 1 (train.py). Any other error, such as one of a user's
+function, keeps its traceback.
 """
 
 import os
@@ -13,11 +11,12 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
 from ..errors import ConfigError
+from ..userfiles import place_of
 
-BAD_INPUT, CTRL_C = 2, 130  # exit codes; 130 is 128 + SIGINT
 COMMANDS = {
     "train": "train a model with GRPO, or supervised on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
@@ -29,7 +28,7 @@ COMMANDS = {
     "plan": "estimate the memory of a training step, by parts",
     "benchmark": "measure speed and memory on this machine, layer by layer",
 }
-# of train and plan; a test holds the defaults in it equal to those of config.py
+# The help of train and plan. A test holds the defaults in it equal to those of config.py
 HELP = """usage: START [--config FILE.toml] [flags]
 
 ABOUT
@@ -61,13 +60,14 @@ START --help all lists every setting, by group."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = list(sys.argv[1:] if argv is None else argv)
+    name, *flags = words or ["--help"]
     if name in ("-h", "--help"):
         lines = [f"  {command:<10}  {summary}" for command, summary in COMMANDS.items()]
         print("usage: minigrpo COMMAND [flags]; minigrpo COMMAND --help lists them\n")
         print(*lines, sep="\n")
     elif name in COMMANDS:
-        run_command(name, rest, prog=f"minigrpo {name}")
+        run_command(name, flags, prog=f"minigrpo {name}")
     else:
         fail(f"no command {name!r}; there are {', '.join(COMMANDS)}")
 
@@ -78,7 +78,7 @@ def run_script(name: str) -> None:
 
 
 def run_command(name: str, argv: Sequence[str], prog: str) -> None:
-    """Run a command; bad input ends the process with one line on stderr and exit code 2."""
+    """Run a command, with the exit codes that this page says."""
     os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     sys.path.append("")  # a user's file may import others of the folder that a run starts in
     try:
@@ -87,9 +87,10 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
             return
         _module(name).main(list(argv), prog)
     except KeyboardInterrupt:
-        sys.exit(CTRL_C)
+        sys.exit(130)  # 128 + SIGINT
     except (ConfigError, OSError) as error:
-        fail(" ".join(str(error).split()) or type(error).__name__)
+        place = place_of(error)  # in a file of the user's, if it is of their code
+        fail(place + (" ".join(str(error).split()) or type(error).__name__))
 
 
 def show_help(name: str, argv: Sequence[str], prog: str) -> None:
@@ -103,9 +104,9 @@ def show_help(name: str, argv: Sequence[str], prog: str) -> None:
 
 
 def fail(text: str) -> NoReturn:
-    """End the process with one line on stderr."""
+    """End the process with one line on stderr and exit code 2."""
     sys.stderr.write(f"error: {printable(text)}\n")
-    raise SystemExit(BAD_INPUT)
+    sys.exit(2)
 
 
 def printable(text: str) -> str:
@@ -113,7 +114,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     """The module of a command; that of the benchmarks is in the checkout, or a wheel has it."""
     if name != "benchmark":
         return import_module(f"{__package__}.{name}")

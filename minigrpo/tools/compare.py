@@ -10,74 +10,93 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import tyro
 from pydantic import Field
 
 from ..metrics import SAMPLED
+from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
 from ..runtime.statistics import Difference, difference
 from ..types import REWARD
-from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, numbers, runs_of
+from .runs import EVAL, OVERVIEW_COLUMNS, Run, RunArguments, differing, finite_numbers, plot_curve
 
-Setting = Sequence[Run]  # runs that differ in their seed at most
-Answer = tuple[str, int, str]  # a measure, an example's place in the file and its digest
+Runs = Sequence[Run]  # of one setting: they differ in their seed at most
+Answer = tuple[str, int, str]  # a measure, an example's place in the file, and its digest
 # settings that a comparison ignores
 BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
-# settings that say what the reward is
-OF_REWARD = ("task", "task_args", "rewards", "reward_weights")
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
-def settings_of(runs: Sequence[Run], pool: bool) -> Mapping[str, Setting]:
+def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
     """The settings by name, in the order of their first runs; without `pool`, each run is one."""
-    groups: dict[str, list[Run]] = {}
+    if not pool:
+        return {run.name: [run] for run in runs}
+    pools = defaultdict[str, list[Run]](list)
     for run in runs:
-        groups.setdefault(str(flat(run)) if pool else run.name, []).append(run)
-    return {f"{x[0].name} x {len(x)}" if pool else x[0].name: x for x in groups.values()}
+        pools[str(settings_that_count(run))].append(run)
+    return {f"{pooled[0].name} x {len(pooled)}": pooled for pooled in pools.values()}
 
 
-def flat(run: Run) -> dict[str, Any]:
+def settings_that_count(run: Run) -> dict[str, object]:
     """The settings that a run's results depend on, besides the seed."""
-    return {name: x for name, x in run.config.flat().items() if name not in BESIDE}
+    return {name: value for name, value in run.config.flat().items() if name not in BESIDE}
 
 
-# --- tests ----------------------------------------------------------------------------------------
+class Shared(NamedTuple):
+    """An answer that both runs of a pair have."""
+
+    answer: Answer
+    pair: int  # the number of the pair
+    first: float  # its value in the run of the first setting
+    second: float
 
 
-def differences(first: Setting, second: Setting) -> dict[str, Difference]:
+def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     """Each measure that both settings have, tested on the held-out examples that they share.
 
     Runs of equal seeds are paired, or if there are none, in their order. An example that several
     pairs were asked counts once, with its means. The names are those of eval.jsonl.
     """
-    both = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
-    rows = defaultdict(list)  # measure -> of each answer: its pair, and its values
-    for pair, runs in enumerate(both or zip(first, second, strict=False)):
-        old, new = map(answers_of, runs)
-        for answer, x in old.items():
-            if answer in new:
-                rows[answer[0]].append((answer, pair, x, new[answer]))
-    if any(flat(first[0])[name] != flat(second[0])[name] for name in OF_REWARD):
-        for measure in (REWARD, REWARD + SAMPLED):
-            rows.pop(measure, None)
-    tests = {}
-    for measure, columns in rows.items():
-        answers, pairs, xs, ys = zip(*columns, strict=True)
-        by_seed = mean_by(pairs, ys) - mean_by(pairs, xs)
-        tests[measure] = difference(mean_by(answers, xs), mean_by(answers, ys), by_seed)
-    return tests
+    same_seed = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
+    pairs = same_seed or [*zip(first, second, strict=False)]
+    shared = defaultdict[str, list[Shared]](list)  # by measure
+    for pair, (one, other) in enumerate(pairs):
+        others_answers = answers_of(other)
+        for answer, value in answers_of(one).items():
+            if answer in others_answers:
+                measure = answer[0]
+                shared[measure].append(Shared(answer, pair, value, others_answers[answer]))
+    # rewards that are made otherwise are not compared
+    settings = first[0].config.flat()
+    other_settings = second[0].config.flat()
+    of_reward = ("task", "task_args", "rewards", "reward_weights")
+    if any(settings[name] != other_settings[name] for name in of_reward):
+        shared.pop(REWARD, None)
+        shared.pop(REWARD + SAMPLED, None)
+    return {measure: paired_test(lines) for measure, lines in shared.items()}
 
 
 def answers_of(run: Run) -> dict[Answer, float]:
-    """The last answers of a run."""
-    found = {}
+    """The last answers of a run, with their values."""
+    values = {}
     for place, line in enumerate(read_jsonl(run.folder / HELD_OUT)):
-        for how, ending in (("sampled", SAMPLED), ("greedy", "")):
-            for measure, value in numbers(line.get(how)).items():
-                found[measure + ending, place, str(line.get("example"))] = value
-    return found
+        for decoding, ending in (("sampled", SAMPLED), ("greedy", "")):
+            for measure, value in finite_numbers(line.get(decoding)).items():
+                values[measure + ending, place, str(line.get("example"))] = value
+    return values
+
+
+def paired_test(lines: Sequence[Shared]) -> Difference:
+    """The paired test of one measure."""
+    answers = [line.answer for line in lines]
+    pairs = [line.pair for line in lines]
+    first = [line.first for line in lines]
+    second = [line.second for line in lines]
+    change_by_pair = mean_by(pairs, second) - mean_by(pairs, first)
+    return difference(mean_by(answers, first), mean_by(answers, second), change_by_pair)
 
 
 def mean_by(keys: Sequence[object], values: Sequence[float]) -> np.ndarray:
@@ -88,14 +107,11 @@ def mean_by(keys: Sequence[object], values: Sequence[float]) -> np.ndarray:
     return np.array([np.mean(group) for group in groups.values()])
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
-def row_of(name: str, x: Difference) -> list[str]:
+def row_of(measure: str, test: Difference) -> list[str]:
     """The cells of COLUMNS."""
-    p = "" if math.isnan(x.p) else f"{x.p:.2g}"
-    shown = "yes" if x.is_shown else ""
-    return [name, str(x.n), f"{x.first:.3f}", f"{x.second:.3f}", str(x.change), p, shown]
+    means = [f"{test.first:.3f}", f"{test.second:.3f}"]
+    p = "" if math.isnan(test.p) else f"{test.p:.2g}"
+    return [measure, str(test.n), *means, str(test.change), p, "yes" if test.is_shown else ""]
 
 
 class Arguments(RunArguments):
@@ -106,16 +122,20 @@ class Arguments(RunArguments):
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
-    settings = settings_of(runs, arguments.pool)
-    sides = [flat(runs[0]) | runs[0].versions for runs in settings.values()]
-    console.table("settings and software that differ", ("", *settings), differing(sides))
-    console.table("held out, sampled; medians of cost", ENDS, [run.ends() for run in runs])
-    (first, base), *others = settings.items()
-    for second, setting in others:
-        rows = [row_of(name, x) for name, x in differences(base, setting).items()]
-        found = "example by example, 95 % intervals" if rows else "no held-out examples in common"
-        console.table(f"{second} against {first}: {found}", COLUMNS, rows)
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+    console = Console()
+    runs = arguments.read(console.warn)
+    settings = runs_by_setting(runs, arguments.pool)
+    used = [settings_that_count(same[0]) | same[0].versions for same in settings.values()]
+    console.table("settings and software that differ", ("", *settings), differing(used))
+    overviews = [run.overview() for run in runs]
+    console.table("held out, sampled; medians of cost", OVERVIEW_COLUMNS, overviews)
+    (base, base_runs), *others = settings.items()
+    for name, other_runs in others:
+        tests = differences(base_runs, other_runs)
+        rows = [row_of(measure, test) for measure, test in tests.items()]
+        how = "example by example, 95 % intervals" if rows else "no held-out examples in common"
+        console.table(f"{name} against {base}: {how}", COLUMNS, rows)
     if arguments.plot:
-        draw(settings, EVAL + base[0].success + SAMPLED, arguments.plot)
+        plot_curve(settings, EVAL + base_runs[0].success + SAMPLED, arguments.plot)
         console.say(f"wrote {arguments.plot}")

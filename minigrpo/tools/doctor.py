@@ -1,7 +1,7 @@
 """Tell what is wrong with a run, and what to do about it: `minigrpo doctor RUN`.
 
-It also works while the run is going. The rules are the table RULES. tests/test_doctor.py measures
-how often chance alone finds something in a healthy run.
+It also works while the run is going. tests/test_doctor.py measures how often chance alone finds
+something in a healthy run.
 """
 
 import fnmatch
@@ -10,32 +10,33 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import tyro
 
 from ..run.console import Console
-from .runs import Run, runs_of
+from .runs import Run
 from .runs import RunArguments as Arguments
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
-HELD_OUT = "held out"  # the series of the sampled share of right answers in evaluations
+RIGHT_SHARE = "held out"  # the series of the sampled share of right answers in evaluations
 Values = np.ndarray  # [n], of one series, by step
 
 
 class Rule(NamedTuple):
     """What may be wrong with a run."""
 
-    series: str  # metrics of this name, in which * is any text, or HELD_OUT
+    series: str  # metrics of this name, in which * is any text, or RIGHT_SHARE
     test: Callable[[Values, Run], bool | np.bool]
     sentence: str
     advice: str
     fewest: int = FEWEST_STEPS  # logged steps below which the rule is silent
 
 
-def start(values: Values) -> float:
+def at_first(values: Values) -> float:
     """The median of the first two fifths."""
     return float(np.median(values[: 1 + len(values) * 2 // 5]))
 
 
-def end(values: Values) -> float:
+def at_last(values: Values) -> float:
     """The median of the last fifth."""
     return float(np.median(values[-1 - len(values) // 5 :]))
 
@@ -45,9 +46,9 @@ def solved(run: Run) -> bool:
     return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
 
 
-def flat(values: Values, run: Run) -> bool | np.bool:
+def has_not_risen(values: Values, run: Run) -> bool | np.bool:
     """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
-    first, _, last = np.array_split(values, 3)
+    first, last = np.array_split(values, 3)[::2]
     error = np.sqrt((first.var() + last.var()) / len(last))
     return values.any() and last.mean() - first.mean() <= 2 * error and not solved(run)
 
@@ -64,7 +65,7 @@ RULES = (
         "frac_reward_zero_std",
         # a KL or a teacher has a gradient, whatever the rewards are
         lambda values, run: (
-            end(values) > 0.8
+            at_last(values) > 0.8
             and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
         ),
         "In most groups all completions have equal rewards, which teach nothing.",
@@ -80,7 +81,7 @@ RULES = (
     ),
     Rule(
         "reward",
-        flat,
+        has_not_risen,
         "The reward has not risen.",
         "Look at samples.jsonl: are any completions better than others? Then try three times the "
         "--learning-rate, more --prompts-per-step, or more steps.",
@@ -88,7 +89,7 @@ RULES = (
     ),
     Rule(
         "completions/clipped_ratio",
-        lambda values, run: end(values) > 0.25,
+        lambda values, run: at_last(values) > 0.25,
         "Many completions are cut off before they end, and are scored by half a text.",
         "Raise --max-new-tokens, or use --overlong mask. If none ends, check that the stop tokens "
         "are those of the chat template; --loss nll on true answers teaches the end.",
@@ -96,7 +97,7 @@ RULES = (
     Rule(
         "entropy",
         lambda values, run: (
-            end(values) < 0.2 * start(values) and not (run.config.supervised or solved(run))
+            at_last(values) < 0.2 * at_first(values) and not (run.config.supervised or solved(run))
         ),
         "Entropy has collapsed: the model writes nearly the same text each time.",
         "Lower --learning-rate, raise --clip-high (0.28, DAPO) with several --num-iterations, or "
@@ -104,26 +105,26 @@ RULES = (
     ),
     Rule(
         "entropy",
-        lambda values, run: end(values) > 2 * start(values) and not run.config.supervised,
+        lambda values, run: at_last(values) > 2 * at_first(values) and not run.config.supervised,
         "Entropy grows: the model becomes random instead of better.",
         "Look at samples.jsonl: perhaps the reward does not depend on the text as it should. Or "
         "lower --learning-rate, or add --kl-coef 0.01.",
     ),
     Rule(
         "kl",
-        lambda values, run: end(values) > max(0.1, 4 * start(values)),
+        lambda values, run: at_last(values) > max(0.1, 4 * at_first(values)),
         "The KL to the initial model has grown fourfold, beyond 0.1 nats per token.",
         "Lower --learning-rate or raise --kl-coef, unless the held-out measure still rises.",
     ),
     Rule(
         "sampling/logp_difference_mean",
-        lambda values, run: end(values) > (0.05 if run.config.speed.use_amp else 0.001),
+        lambda values, run: at_last(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
         "Run without --use-amp to see whether that is the cause, or use --sampler-correction "
         "token-truncate.",
     ),
     Rule(
-        HELD_OUT,
+        RIGHT_SHARE,
         # three points or more between the intervals of the best evaluation and of the last
         lambda values, run: max(x.low for x in run.shares) > run.shares[-1].high + 0.03,
         "The model has got worse: the learning rate is too high, or the reward pays for something "
@@ -141,31 +142,31 @@ RULES = (
 
 
 def diagnose(run: Run) -> list[tuple[Rule, str]]:
-    """The rules that find something, in the order of the table, with the numbers they saw."""
+    """The rules that find something, in the order of the table, with the numbers that they saw."""
     series = {name: [*run.curve(name).values()] for name in sorted({*chain(*run.metrics)})}
-    series[HELD_OUT] = [share.value for share in run.shares]
-    found = []
+    series[RIGHT_SHARE] = [share.value for share in run.shares]
+    findings = []
     for rule in RULES:
         for name in fnmatch.filter(series, rule.series):
             values = np.array(series[name])
             if values.size and len(run.metrics) >= rule.fewest and rule.test(values, run):
-                numbers = f"{start(values):.3g} at first, {end(values):.3g} at last"
-                found.append((rule, f"{name}: {numbers}, at most {values.max():.3g}"))
-    return found
+                trend = f"{at_first(values):.3g} at first, {at_last(values):.3g} at last"
+                findings.append((rule, f"{name}: {trend}, at most {values.max():.3g}"))
+    return findings
 
 
-def show(console: Console, run: Run) -> None:
+def print_findings(console: Console, run: Run) -> None:
     """Print the findings on a run, or that there are none."""
-    found = diagnose(run)
-    for rule, numbers in found:
+    findings = diagnose(run)
+    for rule, numbers in findings:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
-    if not found:
-        steps = len(run.metrics)
-        console.say(f"doctor: no findings in {steps} steps; trends take at least {FEWEST_STEPS}")
+    if not findings:
+        console.say(f"doctor: no findings in {len(run.metrics)} steps; trends take {FEWEST_STEPS}")
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    _, console, runs = runs_of(Arguments, argv, prog, __doc__)
-    for run in runs:
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+    console = Console()
+    for run in arguments.read(console.warn):
         console.say(f"{run.name}:")
-        show(console, run)
+        print_findings(console, run)

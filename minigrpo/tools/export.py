@@ -6,17 +6,14 @@ The adapters of a run with --lora-rank are merged into the weights; the run's ow
 PEFT loads them. The folder must be new.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..build import Parts
-from ..model.hf import read_json, save_model_folder
-from ..model.tokenizer import CHAT_TEMPLATE, FILES, GENERATION_CONFIG
+from ..parts import Parts
 from ..run.console import Console
 from ..run.run_dir import TRAINED_ON
-from .evaluate import ModelArguments, parse
+from .common import ModelArguments, config_of, parse
 
 
 class Arguments(ModelArguments):
@@ -25,20 +22,15 @@ class Arguments(ModelArguments):
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments, config = parse(Arguments, argv, prog, __doc__)
-    console, out = Console(), arguments.out
-    parts = Parts(config, console=console)
-    model, tokenizer = parts.model, parts.tokenizer
+    arguments, given = parse(Arguments, argv, prog, __doc__)
+    console = Console()
+    out = arguments.out
+    parts = Parts(config_of(arguments, given), console=console)
+    model = parts.model  # before the folder is made: it may be refused
     out.mkdir(parents=True)  # an error if it is there
-    save_model_folder(model, out)
-    copied = [tokenizer.source / name for name in FILES]
-    copied.append(Path(arguments.run) / TRAINED_ON)  # for honest evaluations of the exported model
-    for file in filter(Path.is_file, copied):
-        shutil.copyfile(file, out / file.name)
-    if tokenizer.chat:
-        (out / CHAT_TEMPLATE).write_text(tokenizer.chat.source, "utf-8")
-    file = out / GENERATION_CONFIG  # says where `generate` has to stop
-    ends = [tokenizer.eot, *sorted(tokenizer.stops - {tokenizer.eot})]
-    settings = {"pad_token_id": ends[0], **read_json(file), "eos_token_id": ends}
-    file.write_text(json.dumps(settings))
+    model.export(out)
+    parts.tokenizer.save(out)
+    trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
+    if trained_on.is_file():
+        shutil.copyfile(trained_on, out / TRAINED_ON)
     console.say(f"{arguments.run} -> {out}")

@@ -1,25 +1,24 @@
 """Does a training step fit my card? `minigrpo plan [flags of train]`.
 
-Every part is a closed form of the model's shape and of the tokens in a step. So no weights are
-read, only the tokenizer and the data, to measure prompts; those of a published model without --data
-are taken to have 256 tokens. It is the worst case: completions share nothing but their prompt, and
-are as long as --max-new-tokens allows. The step is that of one process on a GPU. Not counted:
-models that rewards ask, and on a CPU Python and torch themselves (some 400 MiB) and what offloading
-moves there.
+Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
+read. It is the worst case, for one process on a GPU: completions share nothing but their prompt,
+and are as long as --max-new-tokens allows. Not counted: models that rewards ask, and on a CPU
+Python and torch themselves (some 400 MiB) and what offloading moves there.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ..build import INITIAL, SELF, Parts, config_of_run, resolve
-from ..config import Config
+from ..config import Config, read_flags, settle
 from ..defaults import size_of
 from ..model.encoding import encode_prompt
 from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.lora import add_adapters
 from ..model.transformer import ModelShape, Transformer
+from ..parts import INITIAL, SELF, Parts, config_of_run
+from ..resolve import resolve
 from ..run.console import Console
 from ..run.run_dir import RECORD
 from ..tasks.base import shipped_model
@@ -27,21 +26,12 @@ from ..tasks.base import shipped_model
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
 CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
-EXAMPLES = 64  # prompts that are measured
-ASSUMED = 256  # tokens of prompts that cannot be measured
-LOGIT_COPIES = 3  # float32 numbers per logit: log-softmax, and its gradient or the entropy
-DECODING_COPIES = 4  # of a round: logits, log-probs, and what tokens are drawn from
-# the phases of a step, and what they alone need
-PHASES = (("KV cache", "decoding round"), ("gradients", "activations", "logits"))
 
 
 def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
     """Bytes that autograd keeps of one block until its backward pass.
 
-    Args:
-        size: bytes of a number in activations.
-        tokens: that the block runs.
-        keys: that attention gathers for them.
+    `size`: bytes of a number in activations; `keys`: that attention gathers for the tokens.
     """
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
@@ -55,14 +45,12 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
 
 
 def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
-    """Bytes by part; not all of them are there at the same time, see `peak_of`.
-
-    Args:
-        prompt: the mean length of a prompt, in tokens.
-    """
-    memory, sampling = config.memory, config.sampling
+    """Bytes by part, not all at the same time: see `peak_of`. `prompt`: its mean tokens."""
+    memory = config.memory
+    sampling = config.sampling
     size = LOW if config.speed.use_amp else FLOAT  # of a number in activations and the cache
-    group, length = 1 if config.supervised else sampling.group_size, sampling.max_new_tokens
+    group = 1 if config.supervised else sampling.group_size
+    length = sampling.max_new_tokens
     # what a micro-batch runs
     prompts = memory.micro_batch_size or sampling.prompts_per_step
     predictions = prompts * group * length
@@ -74,11 +62,12 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     if memory.gradient_checkpointing:
         kept_by_all = kept + FLOAT * shape.width * shape.layers * tokens  # and the blocks' inputs
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS["cuda"] // shape.vocab_size)
-    rows = LOGIT_COPIES * predictions
+    rows = 3 * predictions  # log-softmax, and its gradient or the entropy
     if predictions > chunk:  # two buffers, later one and the gradient of the head
         rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
 
-    model, lora = Transformer(shape, seed=None), config.model
+    lora = config.model
+    model = Transformer(shape, seed=None)
     if lora.lora_rank:
         model.store(lora.base_dtype)
     add_adapters(model, lora.lora_rank, targets=lora.lora_targets)
@@ -97,16 +86,15 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     }
     if not config.supervised:
         loss = config.loss
-        frozen = {"reference": loss.reference or INITIAL} if loss.kl_coef else {}
-        frozen |= {"teacher": loss.teacher} if loss.teacher not in ("", SELF) else {}
-        # of an exact KL, each update asks the teacher, so it stays on the device
-        offloaded = memory.offload_reference and loss.teacher_kl != "exact"
-        for part, name in frozen.items() if not offloaded else ():
-            parts[part] = copy_of(config, parts["weights"], name)
+        if loss.kl_coef and not memory.offload_reference:
+            parts["reference"] = copy_of(config, parts["weights"], loss.reference or INITIAL)
+        if loss.teacher not in ("", SELF) and not memory.offload_reference:
+            parts["teacher"] = copy_of(config, parts["weights"], loss.teacher)
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
-        parts["decoding round"] = FLOAT * DECODING_COPIES * prompts * group * shape.vocab_size
+        # logits, log-probs, and what tokens are drawn from
+        parts["decoding round"] = FLOAT * 4 * prompts * group * shape.vocab_size
     return parts
 
 
@@ -121,8 +109,9 @@ def copy_of(config: Config, base: float, name: str) -> float:
 
 def peak_of(parts: Mapping[str, float]) -> float:
     """The most bytes at once: in the rollout, or in the backward pass of a micro-batch."""
-    smaller = min(sum(parts.get(name, 0) for name in phase) for phase in PHASES)
-    return sum(parts.values()) - smaller
+    rollout = parts.get("KV cache", 0) + parts.get("decoding round", 0)
+    update = parts["gradients"] + parts["activations"] + parts["logits"]
+    return sum(parts.values()) - min(rollout, update)
 
 
 def shape_of(config: Config) -> ModelShape:
@@ -139,20 +128,21 @@ def shape_of(config: Config) -> ModelShape:
 
 
 def prompt_length(config: Config) -> float:
-    """The mean length of prompts in tokens; ASSUMED of a published model whose data is not here."""
+    """The mean tokens of the first prompts; 256 of a published model whose data is not here."""
     files = config.task.data.split(",")
     if size_of(config.model.name) and not all(Path(file).is_file() for file in files):
-        return ASSUMED
+        return 256
     parts = Parts(resolve(config))
-    return mean(len(encode_prompt(parts.tokenizer, parts.task.train(i))) for i in range(EXAMPLES))
+    return mean(len(encode_prompt(parts.tokenizer, parts.task.train(i))) for i in range(64))
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    config, console = Config.from_cli(argv, prog=prog), Console()
+    config, why = settle(read_flags(argv, prog))
+    console = Console()
     prompt = prompt_length(config)
     parts = parts_of(config, shape_of(config), prompt)
     peak = peak_of(parts)
     parts |= {"peak": peak, "on a card, with CUDA itself": peak + CARD_SPARE}
-    console.defaults(config)
+    console.defaults(config, why)
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
     console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)

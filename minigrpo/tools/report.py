@@ -7,17 +7,19 @@ report.html.j2 is the page, and jinja2 escapes every text of a run. Several runs
 """
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 
+import tyro
 from jinja2 import Template
 
 from ..config import Config
-from ..run.logging import SAMPLES, Record, read_jsonl
+from ..run.console import Console
+from ..run.logging import SAMPLES, LogLine, read_jsonl
 from ..types import Warn
 from .doctor import diagnose
-from .runs import ENDS, EVAL, Run, RunArguments, differing, draw, runs_of
+from .runs import EVAL, OVERVIEW_COLUMNS, Run, RunArguments, differing, plot_curve
 
 Figures = dict[str, list[str]]  # section -> SVGs
 MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
@@ -32,48 +34,54 @@ PANELS = {
 
 def figures_of(runs: Sequence[Run]) -> Figures:
     """The figures of each section, without curves that are missing or always 0."""
-    found: Figures = {}
-    settings = {run.name: [run] for run in runs}
-    names = dict.fromkeys(
-        prefix + name
-        for run in runs
-        for prefix, log in (("", run.metrics), (EVAL, run.evaluations))
-        for record in log
-        for name in record
-        if record[name] and name not in ("step", "n")
-    )
-    for section, panels in PANELS.items():
-        for pattern in panels:
-            for name in fnmatch.filter([*names], pattern.replace("SUCCESS", runs[0].success)):
-                del names[name]  # a metric has one figure
-                draw(settings, name, out := StringIO())
-                found.setdefault(section, []).append(out.getvalue())
-    return found
+    figures: Figures = {}
+    by_name = {run.name: [run] for run in runs}
+    undrawn = dict.fromkeys(curve for run in runs for curve in curves_of(run))
+    for section, patterns in PANELS.items():
+        for pattern in patterns:
+            success_named = pattern.replace("SUCCESS", runs[0].success)
+            for curve in fnmatch.filter([*undrawn], success_named):
+                del undrawn[curve]  # it has one figure
+                svg = StringIO()
+                plot_curve(by_name, curve, svg)
+                figures.setdefault(section, []).append(svg.getvalue())
+    return figures
 
 
-def samples_of(run: Run, warn: Warn) -> dict[str, list[list[Record]]]:
+def curves_of(run: Run) -> Iterator[str]:
+    """The names of a run's curves, as `Run.curve` takes them, once for each value but 0."""
+    for prefix, log in (("", run.metrics), (EVAL, run.evaluations)):
+        for line in log:
+            for name, value in line.items():
+                if value and name not in ("step", "n"):
+                    yield prefix + name
+
+
+def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
-    records = read_jsonl(run.folder / SAMPLES, warn)
-    found = {}
+    lines = read_jsonl(run.folder / SAMPLES, warn)
+    last_groups = {}
     for source, key in (("train", "step"), ("held_out", "prompt")):
-        groups: dict[str, list[Record]] = {}
-        for record in records:
-            if record.get("source") == source:
-                groups.setdefault(str(record.get(key)), []).append(record)
-        found[source] = [*groups.values()][-MOST_SAMPLES:]
-    return found
+        groups: dict[str, list[LogLine]] = {}
+        for line in lines:
+            if line.get("source") == source:
+                groups.setdefault(str(line.get(key)), []).append(line)
+        last_groups[source] = [*groups.values()][-MOST_SAMPLES:]
+    return last_groups
 
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
-    page = Path(__file__).with_name("report.html.j2").read_text("utf-8")
-    return Template(page, autoescape=True, trim_blocks=True).render(
+    """The page as HTML."""
+    settings = [run.config.flat() | run.versions for run in runs]
+    template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
+    return Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
-        ends=ENDS,
-        results=[run.ends() for run in runs],
+        columns=OVERVIEW_COLUMNS,
+        overviews=[run.overview() for run in runs],
         diagnose=diagnose,
         samples=[samples_of(run, warn) for run in runs],
         figures=figures,
-        changed=differing([Config().flat(), *(run.config.flat() | run.versions for run in runs)]),
+        changed=differing([Config().flat(), *settings]),
     )
 
 
@@ -83,7 +91,8 @@ class Arguments(RunArguments):
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments, console, runs = runs_of(Arguments, argv, prog, __doc__)
-    html = render(runs, figures_of(runs), console.warn)
-    arguments.out.write_text(html, "utf-8", "replace")
+    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+    console = Console()
+    runs = arguments.read(console.warn)
+    arguments.out.write_text(render(runs, figures_of(runs), console.warn), "utf-8", "replace")
     console.say(f"wrote {arguments.out}")

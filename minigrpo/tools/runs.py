@@ -1,7 +1,6 @@
-"""Read the folder of a run, and draw its curves; for `report`, `compare` and `doctor`.
+"""Read the folder of a run, and plot its curves; for `report`, `compare` and `doctor`.
 
-A run may be read while it is going, or after it was killed. Values that are not finite numbers are
-dropped here, so that nothing else has to look.
+A run may be read while it is going, or after it was killed. Only finite numbers are kept.
 """
 
 import math
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -20,16 +19,15 @@ from pydantic import Field
 from ..config import Config, Group
 from ..errors import refusing
 from ..metrics import SAMPLED, headline
-from ..run.console import Console
 from ..run.logging import EVALUATIONS, METRICS, read_jsonl
 from ..run.run_dir import RECORD
 from ..runtime.statistics import Estimate, wilson
 from ..types import REWARD, ConfigError, Warn
 
-Record = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl; `step` is among its keys
+LoggedNumbers = Mapping[str, float]  # of a line of metrics.jsonl or eval.jsonl, with its `step`
 EVAL = "eval/"  # begins the names of curves of evaluations, as in TensorBoard
 MOST_POINTS = 100  # of a curve; points beyond that are averaged with their neighbours
-ENDS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
+OVERVIEW_COLUMNS = ("", "steps", "held out, at first", "at last", "s/step", "peak MiB")
 
 
 class RunArguments(Group):
@@ -38,14 +36,8 @@ class RunArguments(Group):
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
     """Folders of runs."""
 
-
-def runs_of(
-    kind: type, argv: Sequence[str], prog: str, about: str | None
-) -> tuple[Any, Console, list["Run"]]:
-    """The flags of a command on runs, where it prints, and the runs."""
-    arguments: Any = tyro.cli(kind, args=argv, prog=prog, description=about)
-    console = Console()
-    return arguments, console, [read_run(folder, console.warn) for folder in arguments.runs]
+    def read(self, warn: Warn) -> list["Run"]:
+        return [read_run(folder, warn) for folder in self.runs]
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,9 @@ class Run:
 
     folder: Path
     config: Config
-    metrics: Sequence[Record]  # by step
-    evaluations: Sequence[Record]  # by step
-    versions: dict[str, Any]  # of software
+    metrics: Sequence[LoggedNumbers]  # by step
+    evaluations: Sequence[LoggedNumbers]  # by step
+    versions: dict[str, object]  # of software and of the files that it uses
 
     @property
     def name(self) -> str:
@@ -70,21 +62,23 @@ class Run:
     @property
     def shares(self) -> list[Estimate]:
         """The headline of each evaluation, sampled; a share has Wilson's interval."""
-        found = list[Estimate]()
+        sampled = self.success + SAMPLED
+        estimates = []
         for record in self.evaluations:
-            if (x := record.get(self.success + SAMPLED)) is not None:
-                is_share = self.success != REWARD and 0 <= x <= 1 <= record.get("n", 0)
-                found.append(wilson(x, record["n"]) if is_share else Estimate(x))
-        return found
+            if sampled in record:
+                value = record[sampled]
+                is_share = self.success != REWARD and 0 <= value <= 1 <= record.get("n", 0)
+                estimates.append(wilson(value, record["n"]) if is_share else Estimate(value))
+        return estimates
 
     def curve(self, name: str) -> dict[float, float]:
         """A metric by step; with EVAL before its name, a measure of the evaluations."""
         measure = name.removeprefix(EVAL)
         records = self.metrics if name == measure else self.evaluations
-        return {x["step"]: x[measure] for x in records if measure in x}
+        return {record["step"]: record[measure] for record in records if measure in record}
 
-    def ends(self) -> list[str]:
-        """The cells of ENDS: first and last sampled evaluation, and the medians of the cost."""
+    def overview(self) -> list[str]:
+        """The cells of OVERVIEW_COLUMNS; the costs are medians."""
         held_out = [str(share) for share in self.shares] or [""]
         costs = [self.curve(name).values() for name in ("step_time", "memory/peak_mib")]
         medians = [f"{median(cost or [math.nan]):.3g}" for cost in costs]
@@ -93,8 +87,8 @@ class Run:
 
 def read_run(folder: Path, warn: Warn) -> Run:
     """Read a run's folder. Raises ConfigError if it is none; `warn` hears of damaged lines."""
-    logs = [map(numbers, read_jsonl(folder / name, warn)) for name in (METRICS, EVALUATIONS)]
-    metrics, evaluations = ([record for record in log if "step" in record] for log in logs)
+    metrics = read_numbers(folder / METRICS, warn)
+    evaluations = read_numbers(folder / EVALUATIONS, warn)
     if not metrics:
         raise ConfigError(f"{folder}: is no run, or has no steps yet")
     config = Config.from_toml(folder / RECORD)
@@ -102,42 +96,44 @@ def read_run(folder: Path, warn: Warn) -> Run:
     return Run(folder, config, metrics, evaluations, versions)
 
 
-def numbers(record: object) -> dict[str, float]:
+def read_numbers(log: Path, warn: Warn) -> list[LoggedNumbers]:
+    """The numbers of each line of a log that has a step."""
+    lines = map(finite_numbers, read_jsonl(log, warn))
+    return [line for line in lines if "step" in line]
+
+
+def finite_numbers(record: object) -> dict[str, float]:
     """The finite numbers in a JSON object that fit in a float, by key; none in any other value."""
     pairs = record.items() if isinstance(record, dict) else ()
     return {name: x for name, x in pairs if type(x) in (int, float) and -1e300 < x < 1e300}
 
 
-def differing(sides: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def differing(sides: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Rows of a name and its value on each side, where these differ."""
     names = dict.fromkeys(name for side in sides for name in side)
     rows = [[name, *(str(side.get(name, "")) for side in sides)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def draw(settings: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) -> None:
-    """Draw a curve into a file, or as SVG: for each setting, the mean over its runs.
-
-    The band is the range of the runs, and of the steps that a point is made of.
-    """
+def plot_curve(labelled: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) -> None:
+    """Draw a curve into a file, or as SVG: for each label the mean of its runs, and their range."""
     with refusing("curves need matplotlib: pip install 'minigrpo[report]'"):
         import matplotlib
         from matplotlib.figure import Figure
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
-    for label, runs in settings.items():
+    for label, runs in labelled.items():
         curves = [run.curve(name) for run in runs]
-        steps = sorted(set.intersection(*map(set, curves)))
-        points = []
-        for part in filter(len, np.array_split(steps, MOST_POINTS)):
-            found = [curve[step] for step in part for curve in curves]
-            points.append((part.mean(), np.mean(found), min(found), max(found)))
-        x, y, low, high = np.array(points).reshape(-1, 4).T
-        axes.plot(x, y, ".-", label=label)
-        axes.fill_between(x, low, high, alpha=0.2)  # in the colour of the line
+        shared_steps = sorted(set.intersection(*map(set, curves)))
+        pieces = [piece for piece in np.array_split(shared_steps, MOST_POINTS) if len(piece)]
+        values = [[curve[step] for step in piece for curve in curves] for piece in pieces]
+        steps = [piece.mean() for piece in pieces]
+        axes.plot(steps, [np.mean(each) for each in values], ".-", label=label)
+        # in the colour of the line
+        axes.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.2)
     axes.set(title=name, xlabel="step")
     axes.grid(alpha=0.3)
-    if len(settings) > 1:
+    if len(labelled) > 1:
         axes.legend()
     with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
         figure.savefig(out, dpi=200)

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from ..evaluate import ask, grade, held_out
+from ..evaluate import complete_prompt, grade, held_out
 from ..metrics import Graded
 from ..run.console import Console
-from ..task import Task
 from .cli import printable
-from .evaluate import ModelArguments, load, parse
+from .common import ModelArguments, config_of, open_parts, parse
 
 
 class Arguments(ModelArguments):
@@ -30,10 +29,7 @@ class Arguments(ModelArguments):
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, their answers in the data, and each completion with its reward.
-
-    Of a dialogue all messages are printed, by their roles.
-    """
+    """Print prompts, true answers, and each completion or dialogue with its reward."""
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
     for example, *completions in rows:
         lines = [f"prompt      {example.prompt}"]
@@ -47,15 +43,14 @@ def show(console: Console, graded: Graded) -> None:
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    arguments, config = parse(Arguments, argv, prog, __doc__)
+    arguments, given = parse(Arguments, argv, prog, __doc__)
+    config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
     console = Console()
-    if arguments.raw:
-        config = config.replace(system="")
-    parts = load(config, console)
-    if arguments.prompt:
-        parts.task = Task()  # that of the run is of no interest, and its files may be gone
-        found = ask(parts.sampler, arguments.prompt, arguments.n, raw=arguments.raw)
-        for text, is_whole in zip(*found, strict=True):
+    parts = open_parts(config, console)
+    if arguments.prompt:  # the run's task is of no interest, and its files may be gone
+        sampler = parts.prompt_sampler
+        texts, whole = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+        for text, is_whole in zip(texts, whole, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
     examples = held_out(parts.task, arguments.examples)

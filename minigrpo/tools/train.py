@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..config import Config
+from ..config import read_flags, settle
 from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
 from ..trainer import Trainer
@@ -19,19 +19,20 @@ from .runs import read_run
 
 def fit(trainer: Trainer) -> Mapping[str, Any]:
     """Train, and print what the doctor finds; return the contents of summary.json."""
-    summary, console = trainer.fit(), trainer.console
+    summary = trainer.fit()
+    console = trainer.console
     if trainer.dist.is_main:
         with suppress(ConfigError):  # a full disk may have left no metrics
-            doctor.show(console, read_run(trainer.run_dir.path, console.warn))
+            doctor.print_findings(console, read_run(trainer.run_dir.path, console.warn))
     return summary
 
 
 def main(argv: Sequence[str], prog: str) -> None:
     """Train with the given flags; a run that fails, such as by diverging, exits with code 1."""
-    config = Config.from_cli(argv, prog=prog)
+    config, why = settle(read_flags(argv, prog))
     dist = DistContext.from_env()
     try:
-        fit(Trainer(config, dist=dist))
+        fit(Trainer(config, dist=dist, why=why))
     except RunFailed as error:
         sys.exit(f"error: {error}")
     dist.close()

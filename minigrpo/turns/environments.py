@@ -1,0 +1,146 @@
+"""Environments that answer turns, and a task whose prompts begin in one.
+
+The interface is TRL's, by the names of methods alone, so there is no base class:
+
+    class Environment:                  an instance for each completion
+        reset(self, **row)              may return what the user says first, or more of it
+        any_public_method(self, x: int) a tool, if there is no step
+        step(self, text)                a game: (observation, reward, done), or Gymnasium's five
+        get_reward(self)                optional: the reward at the end, of a game else the sum
+
+`reset` gets the keys of a data row that its signature names, and `seed`. It must say the same to
+all completions of a prompt, because they start alike. Plain functions are tools too.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..runtime.rng import stream
+from ..task import Task
+from ..tasks.base import ChangedTask
+from ..types import ConfigError, Example
+from ..userfiles import load_name
+from .tools import Tool
+
+NOT_TOOLS = ("reset", "step", "get_reward")  # public methods that the model cannot call
+SEEDS = 2**31
+
+
+class ToolsAlone:
+    """The environment of a run that has only functions as tools."""
+
+    def reset(self) -> None: ...
+
+
+def is_game(environment: Any) -> bool:
+    """Whether an environment, or its class, answers by `step`, and has no tools."""
+    return hasattr(environment, "step")
+
+
+@dataclass(frozen=True)
+class EnvironmentSet:
+    """The environments and tools of a run."""
+
+    classes: Mapping[str, type[Any]]  # by the name that a row's `environment` gives
+    tools: Mapping[str, Tool]  # of all environments but games
+
+    @classmethod
+    def of(
+        cls,
+        environment: type[Any] | Mapping[str, type[Any]] | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+    ) -> "EnvironmentSet":
+        """A class, or several by name, and functions. Raises ConfigError for anything else."""
+        if isinstance(environment, Mapping):
+            classes = dict(environment)
+        else:
+            kind = environment or ToolsAlone
+            classes = {getattr(kind, "__name__", ""): kind}
+        if not all(isinstance(kind, type) for kind in classes.values()):
+            raise ConfigError("environment: give a class, or a dict of classes")
+        for tool in tools:
+            if not inspect.isroutine(tool):
+                raise ConfigError(f"environment: {tool!r:.80} is no class and no function")
+        return cls(classes, {tool.__name__: Tool(tool.__name__, tool) for tool in tools})
+
+    @classmethod
+    def load(cls, setting: str, tools: Sequence[Callable[..., Any]] = ()) -> "EnvironmentSet":
+        """The classes and functions of FILE.py:NAME,FILE.py:NAME. A file is run: trust it."""
+        named = [load_name("--environment", name) for name in setting.split(",")]
+        classes = {value.__name__: value for value in named if isinstance(value, type)}
+        functions = [value for value in named if not isinstance(value, type)]
+        return cls.of(classes or None, [*tools, *functions])
+
+    def describe(self) -> str:
+        """The names of the environments and tools."""
+        return ",".join([*self.classes, *self.tools])
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The environments that give a reward, by the name of their class, and its weight."""
+        return {
+            kind.__name__: 1.0
+            for kind in self.classes.values()
+            if is_game(kind) or hasattr(kind, "get_reward")
+        }
+
+    def tools_of(self, environment: Any) -> dict[str, Tool]:
+        """Its public methods, and the tools of the run. A game has none."""
+        if is_game(environment):
+            return {}
+        members = inspect.getmembers(type(environment), inspect.isfunction)
+        names = [name for name, _ in members if name[0] != "_" and name not in NOT_TOOLS]
+        return {**{name: Tool(name, getattr(environment, name)) for name in names}, **self.tools}
+
+    def class_of(self, example: Example) -> type[Any]:
+        name = example.fields.get("environment", next(iter(self.classes)))
+        if name not in self.classes:
+            raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
+        return self.classes[name]
+
+
+def reset(environment: Any, example: Example) -> str:
+    """What an environment says first; of Gymnasium's (observation, info) the former."""
+    row = copy.deepcopy(example.fields)  # an episode may empty a list in it
+    named = inspect.signature(environment.reset).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+        row = {name: value for name, value in row.items() if name in named}
+    said = environment.reset(**row) or ""
+    return str(said[0]) if isinstance(said, tuple) else said
+
+
+class TurnTask(ChangedTask):
+    """A task whose prompts end with what the environment says first, and name the tools."""
+
+    def __init__(self, source: Task, environments: EnvironmentSet, seed: int) -> None:
+        """`seed`: that of the run, of which each example gets one."""
+        super().__init__(source)
+        self.environments = environments
+        self.seed = seed
+
+    def train(self, number: int) -> Example:
+        return self._begin(self.source.train(number), "train", number)
+
+    def held_out(self, number: int) -> Example:
+        return self._begin(self.source.held_out(number), "held-out", number)
+
+    def longest(self, number: int) -> Sequence[Example]:
+        return [self._begin(example, "longest", 0) for example in self.source.longest(number)]
+
+    def _begin(self, example: Example, split: str, number: int) -> Example:
+        seed = int(stream(self.seed, f"environment/{split}", number).integers(SEEDS))
+        example = replace(example, fields={"seed": seed, **example.fields})
+        environment = self.environments.class_of(example)()
+        said = reset(environment, example)
+        messages = [*example.messages]
+        if messages:
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
+        else:
+            example = replace(example, prompt=example.prompt + said)
+        tools = self.environments.tools_of(environment).values()
+        schemas = [*(example.tools or ()), *(tool.schema for tool in tools)]
+        return replace(example, messages=messages, tools=schemas)

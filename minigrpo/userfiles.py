@@ -1,0 +1,85 @@
+"""Users' files with tasks, rewards, losses, environments and tools.
+
+A file is a real module, run once in a process, whoever asks for it: dataclasses and annotations in
+it find their names, and a model that it loads at the top is loaded once. It may import other files
+of its folder.
+
+Its name says where it is: /home/me/rewards.py is the module `minigrpo.userfiles./home/me/rewards`.
+So it hides no other module, and a worker process that unpickles one of its functions finds it.
+"""
+
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import quote, unquote
+
+from .errors import ConfigError
+
+PREFIX = f"{__name__}."
+SUFFIX = ".py"
+# of errors, these are not the user's: this package, and whatever is installed
+LIBRARIES = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+INSTALLED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *LIBRARIES))
+__path__: list[str] = []  # modules may lie below this one, as if it were a package
+
+
+class UserFileFinder(MetaPathFinder):
+    """Finds the file of a module by its name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        file = unquote(fullname.removeprefix(PREFIX)) + SUFFIX
+        return spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(UserFileFinder())
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """The module of a Python file. It is run: trust it. An error in it is raised as it is.
+
+    Raises OSError if there is no such file, and ConfigError if its name does not end in .py.
+    """
+    file = Path(path).resolve(strict=True)
+    if file.suffix != SUFFIX:
+        raise ConfigError(f"{path}: is not a Python file, FILE.py")
+    for module in [*sys.modules.values()]:  # perhaps another file has imported it
+        if getattr(module, "__file__", None) == str(file):
+            return module
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that it hides nothing that is installed
+    # names of modules are parted by dots
+    module = import_module(PREFIX + quote(str(file.with_suffix(""))).replace(".", "%2E"))
+    if file.stem.isidentifier() and file.stem not in sys.modules:
+        plain = find_spec(file.stem)
+        if plain and plain.origin == str(file):  # what other files of the folder import
+            sys.modules[file.stem] = module
+    return module
+
+
+def load_name(flag: str, setting: str) -> Any:
+    """What FILE.py:NAME means. Raises ConfigError if there is none."""
+    file, _, name = setting.rpartition(":")
+    if not (file and hasattr(module := load_file(file), name)):
+        raise ConfigError(f"{flag} {setting}: there is none; give FILE.py:NAME")
+    return getattr(module, name)
+
+
+def place_of(error: BaseException) -> str:
+    """Where a user's code raised an error, such as `rewards.py, line 12: `; "" if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(("<", *INSTALLED))]
+    return f"{theirs[-1].filename}, line {theirs[-1].lineno}: " if theirs else ""

@@ -1,0 +1,22 @@
+"""The job that a benchmark measures."""
+
+from pathlib import Path
+
+from benchmarks.work import Work, WorkFlags
+
+
+def test_a_job_is_that_of_its_files_with_the_sizes_of_the_flags(tmp_path: Path) -> None:
+    """A file may hold what a benchmark sets itself, as all presets and runs do."""
+    job = tmp_path / "job.toml"
+    job.write_text('max_steps = 3\nout_dir = "runs/a"\nprompts_per_step = 4\ngroup_size = 9\n')
+    work = Work.of(WorkFlags(config=(str(job),), group_size=3, device="cpu"))
+    sampling, run = work.config.sampling, work.config.run
+    assert (sampling.prompts_per_step, sampling.group_size) == (4, 3)
+    assert (run.max_steps, run.out_dir) == (10**6, "") and not work.forced
+
+
+def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
+    work = Work.of(WorkFlags(prompt_len=9, max_new_tokens=5, device="cpu"))
+    shape = work.model.shape
+    assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 14)
+    assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 9 and work.forced

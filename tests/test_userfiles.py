@@ -1,0 +1,203 @@
+"""Users' files: each is a real module, run once in a process, for whatever it is asked for."""
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minigrpo.losses import LossSpec
+from minigrpo.rewards import load_rewards
+from minigrpo.run.logging import read_jsonl
+from minigrpo.tasks.base import load_task
+from minigrpo.tools import cli
+from minigrpo.turns.environments import EnvironmentSet
+from minigrpo.turns.tools import calls_of
+from minigrpo.types import ConfigError, Example
+from minigrpo.userfiles import load_file, load_name, place_of
+
+from . import tiny
+
+ROOT = Path(__file__).parents[1]
+# what breaks where a file is no module that its own names are looked up in
+WHOLE = """
+from __future__ import annotations
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+import minigrpo
+from near_the_whole import LIMIT
+
+with open(Path(__file__).with_name("runs.txt"), "a") as file:
+    file.write("run\\n")
+
+Unit = Literal["m", "km"]
+
+@dataclass
+class Route:
+    stops: list[str] = field(default_factory=list)
+
+class Walk:
+    def reset(self, **row) -> str:
+        self.route = Route()
+        return "Walk."
+
+    def add(self, name: str, far: int, unit: Unit = "m") -> str:
+        self.route.stops.append(name)
+        return f"{far + 1} {unit} {len(self.route.stops)}"
+
+    def get_reward(self) -> float:
+        return float(len(self.route.stops))
+
+def twice(number: int) -> int:
+    return 2 * number + LIMIT
+
+@minigrpo.reward
+def length(example, text):
+    return min(len(text), LIMIT)
+
+def loss(x):
+    return -x.logp * x.advantages
+
+class Own(minigrpo.Task):
+    parts = {"right": 1.0}
+
+    def __init__(self, seed: int) -> None:
+        self.route = Route([str(seed)])
+
+    def train(self, number: int) -> minigrpo.Example:
+        return minigrpo.Example(f"{number}+1=", str(number + 1))
+
+    held_out = train
+
+    def score(self, example, text):
+        return {"right": float(text == example.answer)}
+
+def breaks():
+    return 1 / 0
+"""
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A file with everything in it, and a file beside it that it imports."""
+    (tmp_path / "near_the_whole.py").write_text("LIMIT = 5\n")
+    sys.modules.pop("near_the_whole", None)  # that of another test
+    file = tmp_path / "whole.py"
+    file.write_text(WHOLE)
+    return file
+
+
+def test_a_file_is_run_once_whatever_it_is_asked_for(whole: Path) -> None:
+    (reward,) = load_rewards(str(whole))
+    environments = EnvironmentSet.load(f"{whole}:Walk,{whole}:twice")
+    task: Any = load_task(str(whole), seed=3)
+    own = load_name("--loss", f"{whole}:loss")
+    assert LossSpec(surrogate=own).surrogate is load_file(whole.parent / "." / "whole.py").loss
+    assert reward(Example("?"), "long text") == 5
+    assert task.source.route.stops == ["3"] and task.train(4).index == 4
+    assert environments.tools["twice"].call({"number": "4"}) == 13
+    assert (whole.parent / "runs.txt").read_text() == "run\n"
+    for missing in (f"{whole}:nothing", "whole", ":loss"):
+        with pytest.raises(ConfigError):
+            load_name("--loss", missing)
+    with pytest.raises(ConfigError):
+        load_file(whole.parent / "runs.txt")
+    with pytest.raises(OSError):
+        load_file(whole.parent / "nowhere.py")
+
+
+def test_a_neighbour_that_imports_the_file_gets_the_same_module(whole: Path) -> None:
+    """Whoever comes first."""
+    first, second = whole.parent / "first.py", whole.parent / "second_of_two.py"
+    first.write_text("import second_of_two\n")
+    second.write_text("NUMBERS = []\n")
+    module = load_file(first)
+    assert load_file(second) is module.second_of_two
+    third, fourth = whole.parent / "third_of_two.py", whole.parent / "fourth.py"
+    third.write_text("NUMBERS = []\n")
+    fourth.write_text("import third_of_two\n")
+    assert load_file(third) is load_file(fourth).third_of_two
+
+
+def test_a_file_hides_no_other_module(tmp_path: Path) -> None:
+    """Not one of the standard library, and not the file of another folder."""
+    for folder in ("a", "b.c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "statistics.py").write_text(f"WHERE = {folder!r}\n")
+    modules = [load_file(tmp_path / folder / "statistics.py") for folder in ("a", "b.c")]
+    assert [module.WHERE for module in modules] == ["a", "b.c"]
+    import statistics
+
+    assert statistics.mean([1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
+def test_a_worker_process_unpickles_its_functions(whole: Path, kind: str) -> None:
+    twice: Callable[[int], int] = load_name("--loss", f"{whole}:twice")
+    route = load_name("--loss", f"{whole}:Route")
+    context = multiprocessing.get_context(kind)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(twice, 4).result() == 13
+        assert pool.submit(route, ["a"]).result() == route(["a"])
+
+
+def test_postponed_annotations_are_the_types_of_tools(whole: Path) -> None:
+    environments = EnvironmentSet.load(f"{whole}:Walk")
+    walk = environments.classes["Walk"]()
+    walk.reset()
+    add = environments.tools_of(walk)["add"]
+    properties = add.schema["function"]["parameters"]["properties"]
+    assert properties["far"]["type"] == "integer" and properties["unit"]["enum"] == ["m", "km"]
+    said = '<tool_call>{"name": "add", "arguments": {"name": "a", "far": "2"}}</tool_call>'
+    ((_, arguments),) = calls_of(said)
+    assert add.call(arguments) == "3 m 1"
+    with pytest.raises(ValueError):
+        add.call({**arguments, "unit": "mile"})
+
+
+def test_an_error_of_a_users_file_is_found_by_its_file_and_line(whole: Path) -> None:
+    line = WHOLE.splitlines().index("    return 1 / 0") + 1
+    with pytest.raises(ZeroDivisionError) as error:
+        load_file(whole).breaks()
+    assert f"{whole}, line {line}" in place_of(error.value)
+    with pytest.raises(ConfigError) as own:
+        load_name("--loss", "nowhere")
+    assert str(ROOT / "minigrpo") not in place_of(own.value)
+
+
+RUN = "--max-steps 1 --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
+
+
+@pytest.mark.parametrize("top", ["open('missing.txt')", "1 / 0", "minigrpo.reward(lambda x: 1)"])
+def test_an_error_at_the_top_of_a_file_names_it_and_its_line(
+    top: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for what the user's code refuses, and a traceback for a bug."""
+    file = tmp_path / "bad.py"
+    file.write_text(f"import minigrpo\n\n{top}\n")
+    model = tiny.tiny_chess_model(tmp_path / "model")
+    words = f"train --rewards {file} --model {model} --out-dir {tmp_path}/run {RUN}".split()
+    is_bug = top == "1 / 0"
+    with pytest.raises(ZeroDivisionError if is_bug else SystemExit) as ended:
+        cli.main(words)
+    if is_bug:
+        assert place_of(ended.value).startswith(f"{file}, line 3")
+    else:
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(file) in line and "line 3" in line
+
+
+def test_a_model_at_the_top_of_a_file_is_loaded_once_by_a_run(whole: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+    data = tiny.write_jsonl(tmp_path / "rows.jsonl", rows)
+    model = tiny.tiny_chat_model(tmp_path / "model", context=320)
+    words = f"train --rewards {whole} --environment {whole}:Walk --loss {whole}:loss --data {data}"
+    words += f" --model {model} --out-dir {tmp_path}/run {RUN}"
+    cli.main(words.split())
+    assert (whole.parent / "runs.txt").read_text() == "run\n"
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/length/mean"] <= 5
