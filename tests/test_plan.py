@@ -143,6 +143,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     assert expected / MIB == pytest.approx(measured(update), rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_run_is_within_a_third(tmp_path: Path) -> None:
     """Random weights end no text early, and their completions share little."""
     run = {"max_steps": 1, "eval_size": 1, "out_dir": str(tmp_path / "run")}

@@ -171,7 +171,7 @@ def main() -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", ["--kills=5 --each=1", pytest.param("--kills=100", marks=pytest.mark.slow)]
+    "kills", ["--kills=3 --each=1", pytest.param("--kills=100", marks=pytest.mark.slow)]
 )
 def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
     tmp_path: Path, kills: str

@@ -208,10 +208,17 @@ def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
         check_hostile(code, tmp_path, timeout_s=5.0)
 
 
-def test_code_without_an_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
     late = "def f(x):\n    while x > 1: pass\n    return x + 1"
     assert run_tests(late, TESTS[:2], timeout_s=0.3) == [True, False]
+
+
+@pytest.mark.slow
+def test_hostile_code_without_an_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
     for code in ENDLESS.values():
         check_hostile(code, tmp_path, timeout_s=0.3)
 

@@ -155,6 +155,7 @@ def test_evaluating_changes_nothing_but_what_is_known(tmp_path: Path) -> None:
     assert bits(often) == bits(never)
 
 
+@pytest.mark.slow
 def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: Path) -> None:
     """A learning test with its control: the same run on shuffled rewards."""
     settings = {"task": "math", "model": "shipped", "max_steps": 25, "eval_size": 128}
@@ -176,7 +177,7 @@ def test_a_run_as_base_is_stored_as_base_dtype_says(tmp_path: Path) -> None:
     assert {p.dtype for p in frozen} == {torch.bfloat16, torch.uint8}
 
 
-@pytest.mark.parametrize("use_amp", [False, True])
+@pytest.mark.parametrize("use_amp", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_beside_nf4_go_on_with_the_same_bits_and_are_exported(
     tmp_path: Path, use_amp: bool
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Pat
     main(["doctor", str(tmp_path / "own")])
 
 
+@pytest.mark.slow
 def test_a_kl_to_another_model_teaches_without_a_reward(tmp_path: Path) -> None:
     other = Transformer(ModelShape(360, 192, 1, 16, 2), seed=7)
     other.load_state_dict({name: x * 4 for name, x in other.state_dict().items()})
