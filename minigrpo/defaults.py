@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .errors import refusing
+
 # --- tasks ----------------------------------------------------------------------------------------
 
 
@@ -120,23 +122,25 @@ class Size(NamedTuple):
 def size_of(model: str) -> Size | None:
     """The size of a published model.
 
-    None for models that ship, for random weights, and for runs that began with these. An error for
-    a model that cannot be read: with the defaults of another size it would not learn.
+    None for models that ship, for random weights, and for runs that began with these. Raises
+    ConfigError for one that cannot be read: with defaults of another size it would not learn.
     """
     if model in NOT_PUBLISHED:
         return None
     path = Path(model)
     folder = path if path.is_dir() else path.parent
-    if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
-        return size_of(tomllib.loads(record.read_text("utf-8"))["model"]["name"])
-    if path.is_dir() and not any(folder.glob("*.safetensors")):
-        return None
-    # these import torch, which --help must not wait for
-    from .model.hf import hub_folder, read_model_shape
-    from .model.transformer import Transformer
+    with refusing(f"--model {model}"):
+        if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
+            return size_of(tomllib.loads(record.read_text("utf-8"))["model"]["name"])
+        if path.is_dir() and not any(folder.glob("*.safetensors")):
+            return None
+        # these import torch, which --help must not wait for
+        from .model.hf import hub_folder, read_model_shape
+        from .model.transformer import Transformer
 
-    shape = read_model_shape(hub_folder(model, weights=False))
-    return Size.of(Transformer(shape, seed=None))
+        found = hub_folder(model, weights=False)
+        found.stat()  # an error if nothing is there
+        return Size.of(Transformer(read_model_shape(found), seed=None))
 
 
 def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,10 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     (tmp_path / "model/model.safetensors").unlink()  # random weights are not published
     for other in (model, str(run), "scratch", str(tmp_path)):
         assert Config.of(model=other).replace(model="shipped") == Config()
-    with pytest.raises(ConfigError):  # with the learning rate of small models it would break
-        Config.of(model="nowhere/at-all")
+    (run / "config.toml").write_text("a = ")
+    for bad in ("nowhere/at-all", str(tmp_path / "none"), str(run)):
+        with pytest.raises(ConfigError):  # with the learning rate of small models it would break
+            Config.of(model=bad)
 
 
 @pytest.mark.parametrize("lora", [False, True])
