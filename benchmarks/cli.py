@@ -18,6 +18,7 @@ BENCHMARKS = {
     "rewards": "rewards:Rewards",
     "peers": "peers:Peers",
     "scaling": "scaling:Scaling",
+    "gpu": "gpu:Gpu",
 }
 
 

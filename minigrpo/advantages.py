@@ -24,12 +24,10 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
     """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
 
-    Args:
-        estimator: `group_mean`: R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out`: R_i minus
-            the mean of the others, which is G / (G - 1) times that (RLOO, arXiv 2402.14740).
-        scale: what divides the result: a row of SCALES. With `mean`, no reward may be negative.
-
-    A group with equal rewards has advantages of exactly 0. They have no gradient.
+    The estimator `group_mean` is R_i - mean(R) (GRPO, arXiv 2402.03300); `leave_one_out` is R_i
+    minus the mean of the others, G / (G - 1) times as much (RLOO, arXiv 2402.14740). `scale`, a row
+    of SCALES, divides it; with `mean`, no reward may be negative. A group with equal rewards has
+    advantages of exactly 0. They have no gradient.
     """
     size = rewards.shape[-1]
     if rewards.dim() != 2 or size < 2:
@@ -45,13 +43,24 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     return torch.where(equal, 0.0, centred)
 
 
-def decoupled(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+def neutral(values: np.ndarray) -> np.ndarray:
+    """`[P, G]` values, with NaN replaced so that it has no influence on advantages.
+
+    It counts as the mean of its group, or as 0 in a group without any value.
+    """
+    known = ~np.isnan(values)
+    sums = np.where(known, values, 0.0).sum(axis=1, keepdims=True)
+    return np.where(known, values, sums / np.maximum(known.sum(axis=1, keepdims=True), 1))
+
+
+def decoupled(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> Tensor:
     """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
 
-    GDPO (arXiv 2601.05242) then takes `advantages` with the scale `batch`. NaN counts as 0.
+    GDPO (arXiv 2601.05242) then takes `advantages` with the scale `batch`.
     """
-    given = {name: x.masked_fill(x.isnan(), 0) for name, x in parts.items()}
-    centred = [x * advantages(given[name]) for name, x in weights.items()]
+    centred = [
+        x * advantages(torch.from_numpy(neutral(parts[name]))) for name, x in weights.items()
+    ]
     return torch.stack(centred).sum(0)
 
 

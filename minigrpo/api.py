@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from .config import read_toml, settle
+from .config import expanded, read_toml, settle
 from .defaults import Size
 from .evaluate import complete_prompt
 from .model.encoding import messages_of
@@ -40,8 +40,6 @@ def train(
 
         run = minigrpo.train(model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[right, short])
 
-    A script that `torchrun` starts trains with several processes.
-
     Args:
         model: a name as for --model, or a `Transformer`, which is trained in place.
         data, eval_data: files, or rows: anything that yields mappings (docs/tasks.md).
@@ -49,16 +47,20 @@ def train(
         rewards: functions of (example, text), decorated with `minigrpo.reward` or plain, or a file.
             If there is no `task`, they alone are the reward.
         loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
-        environment: a class that answers turns, a dict of them, or a name as for --environment; see
-            turns/environments.py.
+        environment: a class that answers turns, a dict of them, or a name as for --environment.
         tools: functions that the model may call in its turns.
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.
 
     Raises ConfigError for bad input, before the run starts, RunFailed if it cannot go on, and
-    KeyboardInterrupt after Ctrl-C, when the run is saved.
+    KeyboardInterrupt after Ctrl-C, when the run is saved. A script that `torchrun` starts trains
+    with several processes.
     """
+    if tools and isinstance(environment, str | Path):
+        environment = EnvironmentSet.load(expanded(str(environment)), tools)
+    elif tools:
+        environment = EnvironmentSet.of(environment, tools)
     given = {
         "model": model,
         "data": data,
@@ -66,21 +68,16 @@ def train(
         "task": task,
         "rewards": rewards,
         "loss": loss,
-        "environment": with_tools(environment, tools),
+        "environment": environment,
     }
     names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if name not in names}
     plain = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
-    settled = settle({**of_file, **plain, **names}, size)
+    settled, why = settle({**of_file, **plain, **names}, size)
     trainer = Trainer(
-        settled.config,
-        dist=processes(),
-        quiet=quiet,
-        callbacks=callbacks,
-        why=settled.why,
-        **objects,
+        settled, dist=processes(), quiet=quiet, callbacks=callbacks, why=why, **objects
     )
     summary = fit(trainer)
     if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
@@ -88,17 +85,7 @@ def train(
     return TrainedRun(trainer, summary)
 
 
-def with_tools(environment: Any, tools: Sequence[Callable[..., Any]]) -> Any:
-    """An environment as it is given, or with tools the set of both."""
-    if not tools:
-        return environment
-    if isinstance(environment, str | Path):
-        return EnvironmentSet.load(str(environment), tools)
-    return EnvironmentSet.of(environment, tools)
-
-
-# those that torchrun started, joined once: a script may train several times
-processes = cache(DistContext.from_env)
+processes = cache(DistContext.from_env)  # joined once: a script may train several times
 
 
 @dataclass(frozen=True)
@@ -134,10 +121,7 @@ class TrainedRun:
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}
 
     def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> list[str]:
-        """Sample n completions of a prompt with the run's settings.
-
-        A text is a user's message if the run's prompts are messages.
-        """
+        """n completions with the run's settings. A text is a user's message if its prompts are."""
         sampler = self.trainer.sampler
         raw = not messages_of(sampler.tokenizer, self.trainer.task.held_out(0))
         return complete_prompt(sampler, prompt, n, raw=raw)[0]

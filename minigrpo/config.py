@@ -11,15 +11,18 @@ task and those of a published model (defaults.py), `--config FILE.toml`, the com
 """
 
 import argparse
+import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import tyro
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .defaults import Size, defaults_for
 from .errors import ConfigError, refusing
@@ -35,15 +38,45 @@ def read_pairs(value: Any) -> Any:
     return dict(pair.split("=", 1) for pair in re.split(r",\s*(?=\w+=)", value) if pair)
 
 
-AsPairs = tyro.constructors.PrimitiveConstructorSpec(
+def read_json_pairs(value: Any) -> Any:
+    """`read_pairs`, with JSON read as such: `"a=false,b=word"` as a bool and a text."""
+    pairs = read_pairs(value)
+    for name, text in pairs.items() if isinstance(value, str) else ():
+        with suppress(ValueError):
+            pairs[name] = json.loads(text)
+    return {name: x for name, x in pairs.items() if x is not None}
+
+
+AsPairs = tyro.constructors.PrimitiveConstructorSpec[Any](  # a text, which the setting's type reads
     nargs=1,
     metavar="NAME=VALUE,..",
-    instance_from_str=lambda words: read_pairs(words[0]),
-    is_instance=lambda value: isinstance(value, dict),
+    instance_from_str=lambda words: words[0],
+    is_instance=lambda value: isinstance(value, dict | str),
     str_from_instance=lambda pairs: [",".join(f"{name}={x}" for name, x in pairs.items())],
 )
 Arguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
 PartWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
+ChatArguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
+
+
+def read_texts(value: Any) -> Any:
+    r"""Stop texts; a shell cannot well write a line break, so there it is \n."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        return value
+    return [text.replace(r"\n", "\n") if isinstance(text, str) else text for text in texts]
+
+
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(read_texts)]
+
+
+def expanded(text: str) -> str:
+    """A setting that may name files, comma-separated: ~ is the user's folder."""
+    return re.sub(r"(^|,\s*)(~[^,]*)", lambda match: match[1] + os.path.expanduser(match[2]), text)
+
+
+Paths = Annotated[str, AfterValidator(expanded)]
+OnePath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class Group(BaseModel):
@@ -55,19 +88,19 @@ class Group(BaseModel):
 class TaskConfig(Group):
     """What the model is asked, and how its answers are scored."""
 
-    name: Annotated[str, tyro.conf.arg(name="task")] = "auto"
+    name: Annotated[Paths, tyro.conf.arg(name="task")] = "auto"
     """One of docs/tasks.md (math, code, ..) or FILE.py; auto: prompts for rows, else chess-env."""
     task_args: Arguments = {}
     """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
-    data: str = ""
+    data: Paths = ""
     """Comma-separated files to train on: .jsonl; for chess also .pgn, .pgn.gz and .txt."""
-    eval_data: str = ""
+    eval_data: Paths = ""
     """Files that are held out whole; without them, a tenth of the questions of --data is."""
     system: str = ""
     """A system message for all prompts without their own; the chat template then writes them."""
-    rewards: str = ""
+    rewards: Paths = ""
     """A Python file with more reward functions, decorated with @minigrpo.reward."""
-    environment: str = ""
+    environment: Paths = ""
     """FILE.py:NAME,FILE.py:NAME: a class that answers turns, functions as tools (docs/turns.md)."""
     reward_weights: PartWeights = {}
     """Weights of reward functions, such as exact_fen=1,similarity=0.5; others weigh 0."""
@@ -76,12 +109,14 @@ class TaskConfig(Group):
 class ModelConfig(Group):
     """Which model is trained."""
 
-    name: Annotated[str, tyro.conf.arg(name="model")] = "shipped"
-    """shipped, scratch, a run, a model's folder (only config.json: random weights), or ORG/NAME."""
-    tokenizer: str = "auto"
+    name: Annotated[Paths, tyro.conf.arg(name="model")] = "shipped"
+    """shipped, scratch, a run, a model's folder (config.json alone: random) or PEFT's, ORG/NAME."""
+    tokenizer: Paths = "auto"
     """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
-    chat_template: str = ""
+    chat_template: Paths = ""
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
+    chat_args: ChatArguments = {}
+    """Variables of the chat template, such as enable_thinking=false."""
     lora_rank: int = Field(0, ge=0)
     """Train adapters of this rank (LoRA) beside frozen weights; 0: train all weights."""
     lora_alpha: float = Field(0.0, ge=0)
@@ -111,6 +146,8 @@ class SamplingConfig(Group):
     """Sample from the most likely tokens with this total probability; training uses all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens at least this share as likely as the likeliest; training uses all."""
+    stop: StopTexts = []
+    """Texts that end a completion, such as "</answer>"; the text is kept. \\n is a line's end."""
     dynamic_sampling: int = Field(0, ge=0)
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
 
@@ -118,7 +155,7 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Annotated[str, tyro.conf.arg(name="loss")] = "grpo"
+    name: Annotated[Paths, tyro.conf.arg(name="loss")] = "grpo"
     """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: float | None = Field(None, ge=0)
     """Where a loss clips the ratio, at 1 - this; unset: the loss's default."""
@@ -134,7 +171,7 @@ class LossConfig(Group):
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL to the initial model; above 0 a frozen copy is kept, except with LoRA."""
-    reference: str = ""
+    reference: Paths = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
     overlong: Literal["keep", "mask", "punish"] = "keep"
     """Overlong completions: kept, masked out, or over the last fifth down to -1 (DAPO)."""
@@ -146,7 +183,7 @@ class LossConfig(Group):
     """Largest ratio of --sampler-correction."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of a bonus for entropy: this times the entropy is subtracted from the loss."""
-    teacher: str = ""
+    teacher: Paths = ""
     """Distil a model: named as for --model, self (the trained one) or initial (docs/tasks.md)."""
     teacher_coef: float = Field(1.0, ge=0)
     """Weight of the KL to --teacher beside the rewards: log p_teacher - log p of each token."""
@@ -230,9 +267,9 @@ class RunConfig(Group):
     """How many of the newest checkpoints to keep."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed for examples, samples and initial weights."""
-    out_dir: str = ""
+    out_dir: Paths = ""
     """The run's folder; empty: runs/<time>-<loss>."""
-    resume: str = ""
+    resume: Paths = ""
     """auto (go on in --out-dir, if it holds a run), or a run or checkpoint to branch from."""
     track: Literal["none", "wandb", "trackio"] = "none"
     """Also log to Weights & Biases or to Trackio (extras wandb and trackio)."""
@@ -269,6 +306,12 @@ class Config(Group):
             raise ConfigError("--group-size 1 compares nothing: it is for SFT or a teacher alone")
         if loss.reference and (self.supervised or not loss.kl_coef):
             raise ConfigError("--reference needs a --kl-coef above 0, and samples of the model")
+        by_mean = loss.scale == "mean" or (loss.name == "maxrl" and loss.scale == "auto")
+        by_mean = by_mean and loss.aggregate == "sum-then-normalize"
+        lowest = min([-(loss.overlong == "punish"), *self.task.reward_weights.values()])
+        if by_mean and (lowest < 0 or (loss.kl_coef and loss.kl == "k1_reward")):
+            causes = "--overlong punish, --kl k1_reward, --reward-weights below 0"
+            raise ConfigError(f"--loss maxrl, --scale mean: rewards may not be negative ({causes})")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         return self
@@ -276,7 +319,7 @@ class Config(Group):
     @classmethod
     def of(cls, **settings: Any) -> "Config":
         """A config from flat settings: `Config.of(group_size=8)`. Raises ConfigError."""
-        return settle(settings).config
+        return settle(settings)[0]
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "Config":
@@ -287,8 +330,6 @@ class Config(Group):
     def from_cli(cls, argv: Sequence[str], *, prog: str | None = None) -> "Config":
         """A config from flags; one that cannot be ends the process with code 2."""
         return cls.of(**read_flags(argv, prog))
-
-    # --- flat names -----------------------------------------------------------------------------
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "Config":
@@ -331,54 +372,37 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
-# --- what is given ------------------------------------------------------------------------------
+def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, dict[str, str]]:
+    """The config of `given`, and what brings the defaults of the task and of the model.
 
-
-class Settled(NamedTuple):
-    """A config, and why its defaults are what they are."""
-
-    config: Config
-    why: Mapping[str, str]  # setting -> what brings its default, if the task or the model does
-
-
-def settle(given: Mapping[str, Any], size: Size | None = None) -> Settled:
-    """What is given, above the defaults that the task and the model bring. Raises ConfigError.
-
-    Args:
-        given: settings by flat name.
-        size: that of a model that is given as an object; None: that of the setting `model`.
+    `size`: that of a model that is an object; None: of the setting `model`. Raises ConfigError.
     """
     brought = {name: x for name, x in defaults_for(given, size).items() if name not in given}
-    values = {name: default.value for name, default in brought.items()}
-    why = {name: default.why for name, default in brought.items()}
-    return Settled(Config.from_flat({**values, **given}), why)
+    values = {name: value for name, (value, _) in brought.items()}
+    why = {name: reason for name, (_, reason) in brought.items()}
+    return Config.from_flat({**values, **given}), why
 
 
 def read_flags(argv: Sequence[str], prog: str | None = None) -> dict[str, Any]:
-    """The settings of `--config FILE.toml`, and then of the other flags, by flat name.
-
-    A flag that cannot be ends the process with code 2. Raises ConfigError.
-    """
+    """The settings of --config files and of the other flags; bad ones raise ConfigError or exit."""
     early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
     early.add_argument("--config", action="append", default=[])
     known, flags = early.parse_known_args(argv)
     for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
         if hint(flag):  # of others tyro says what is meant
             raise unknown_setting(flag)
-    if {"-h", "--help"} & {*flags}:
-        # prints the help, and ends the process
+    if {"-h", "--help"} & {*flags}:  # prints the help, and ends the process
         tyro.cli(Config, args=["--help"], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
     settings: dict[str, Any] = {}
     for path in known.config:
         settings |= read_toml(path)
-    hints = {
-        group: get_type_hints(info.annotation, include_extras=True)
-        for group, info in Config.model_fields.items()
-    }
     # not a Config, which would not know which of its settings were given
-    typed = {name: hints[group][field] for name, (group, field) in places().items()}
+    fields = {
+        name: get_type_hints(Config.model_fields[group].annotation, include_extras=True)[field]
+        for name, (group, field) in places().items()
+    }
     parsed: dict[str, Any] = tyro.cli(
-        TypedDict("Flags", typed, total=False),  # type: ignore[operator]
+        TypedDict("Flags", fields, total=False),  # type: ignore[operator]
         args=flags,
         prog=prog,
     )
@@ -386,18 +410,15 @@ def read_flags(argv: Sequence[str], prog: str | None = None) -> dict[str, Any]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The settings of a TOML file, by flat name; a name without .toml is a preset.
-
-    The table `versions` of a run's own config.toml is skipped. Raises ConfigError.
-    """
+    """The settings of a TOML file, or of a preset by its name. Raises ConfigError."""
     folders = Path(__file__).parents[:2]  # beside the package in a checkout, inside when built
     presets = {f.stem: f for folder in folders for f in sorted(folder.glob("configs/*.toml"))}
-    file = presets.get(str(path), Path(path))
+    file = presets.get(str(path), Path(path).expanduser())
     if not file.exists():
         raise ConfigError(f"--config {path}: no such file; presets: {', '.join(presets)}")
     with refusing(f"--config {path}"):
         contents = tomllib.loads(file.read_text("utf-8"))
-    contents.pop("versions", None)
+    contents.pop("versions", None)  # of a run's own config.toml
     settings: dict[str, Any] = {}
     for key, value in contents.items():
         table = value if key in Config.model_fields and isinstance(value, dict) else {key: value}

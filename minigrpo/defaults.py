@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from .errors import refusing
 
-# --- tasks ----------------------------------------------------------------------------------------
-
 
 class TaskRow(NamedTuple):
     """A built-in task. `tasks/base.py` makes it."""
@@ -95,14 +93,7 @@ TASKS = {
     ),
 }
 
-# --- published models -----------------------------------------------------------------------------
-
-NOT_PUBLISHED = ("shipped", "scratch")
 MEDIUM, LARGE, HUGE = 50e6, 300e6, 3e9  # parameters; a smaller model keeps the other defaults
-# peak learning rates: of all weights, of LoRA
-RATES = {MEDIUM: (1e-5, 1e-4), LARGE: (1e-6, 1e-5)}
-SFT_RATES = (2e-5, 2e-4)
-LONGEST = 512  # new tokens, or half of a shorter context
 ALL = {"prompts_per_step": 8, "group_size": 8}
 MEMORY_SAVING = {"micro_batch_size": 1, "rollout_batch_size": 8, "gradient_checkpointing": True}
 
@@ -120,14 +111,13 @@ class Size(NamedTuple):
 
 
 def size_of(model: str) -> Size | None:
-    """The size of a published model.
+    """That of a published model; None if it ships, is random, or is a run that began with such.
 
-    None for models that ship, for random weights, and for runs that began with these. Raises
-    ConfigError for one that cannot be read: with defaults of another size it would not learn.
+    Raises ConfigError if it cannot be read: with defaults of another size it would not learn.
     """
-    if model in NOT_PUBLISHED:
+    if model in ("shipped", "scratch"):
         return None
-    path = Path(model)
+    path = Path(model).expanduser()
     folder = path if path.is_dir() else path.parent
     with refusing(f"--model {model}"):
         if (record := folder / "config.toml").is_file():  # a run, or its model.safetensors
@@ -135,23 +125,25 @@ def size_of(model: str) -> Size | None:
         if path.is_dir() and not any(folder.glob("*.safetensors")):
             return None
         # these import torch, which --help must not wait for
-        from .model.hf import hub_folder, read_model_shape
+        from .model.hf import base_of, hub_folder, read_model_shape
         from .model.transformer import Transformer
 
-        found = hub_folder(model, weights=False)
+        found = hub_folder(path, weights=False)
         found.stat()  # an error if nothing is there
+        if base := base_of(found):
+            return size_of(base)
         return Size.of(Transformer(read_model_shape(found), seed=None))
 
 
 def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that fit a published model, by flat name, to those that are given."""
     has_adapters = bool(given.get("lora_rank"))
-    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(LONGEST, size.context // 2)}
+    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
     if size.parameters >= MEDIUM:
-        rates = RATES[LARGE if size.parameters >= LARGE else MEDIUM]
+        of_all, of_adapters = (1e-6, 1e-5) if size.parameters >= LARGE else (1e-5, 1e-4)
         if given.get("loss") == "nll":
-            rates = SFT_RATES
-        settings["learning_rate"] = rates[has_adapters]
+            of_all, of_adapters = 2e-5, 2e-4
+        settings["learning_rate"] = of_adapters if has_adapters else of_all
     if size.parameters >= LARGE:
         settings |= MEMORY_SAVING
         if has_bfloat16(given.get("device", "auto")):
@@ -170,37 +162,22 @@ def has_bfloat16(device: str) -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-# --- both -----------------------------------------------------------------------------------------
-
 # all settings that a task or a model may bring
 BROUGHT = {name for row in TASKS.values() for name in (*row.always, *row.small)}
 BROUGHT |= {*ALL, *MEMORY_SAVING, "max_new_tokens", "learning_rate", "use_amp", "base_dtype"}
 
 
-class Default(NamedTuple):
-    """A default, and what brings it."""
-
-    value: Any
-    why: str
-
-
-def defaults_for(given: Mapping[str, Any], size: Size | None = None) -> dict[str, Default]:
-    """The defaults that the task and the model bring, by flat name.
-
-    Args:
-        given: settings by flat name.
-        size: see `config.settle`.
-    """
+def defaults_for(given: Mapping[str, Any], size: Size | None = None) -> dict[str, tuple[Any, str]]:
+    """The defaults that the task and the model bring, and what brings each: see `config.settle`."""
     if given.keys() >= BROUGHT:
         return {}  # the settings of a run, whose model may be gone, and need not be read
     task = given.get("task", "auto")
     row = TASKS.get(task, TaskRow(""))
     size = size or size_of(str(given.get("model", "shipped")))
     of_task = row.always if size else {**row.always, **row.small}
-    brought = {name: Default(value, f"--task {task}") for name, value in of_task.items()}
+    brought = {name: (value, f"--task {task}") for name, value in of_task.items()}
     if size:
         with_lora = " with LoRA" if given.get("lora_rank") else ""
         why = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
-        fitting = settings_for(size, given)
-        brought |= {name: Default(value, why) for name, value in fitting.items()}
+        brought |= {name: (value, why) for name, value in settings_for(size, given).items()}
     return brought

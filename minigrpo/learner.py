@@ -9,7 +9,7 @@ The objective is `Learner.objective` here and `policy_loss` in losses.py.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from . import losses
 from .config import Config
-from .losses import LossNormalizer, LossSettings, LossSpec
+from .losses import LossNormalizer, LossSpec
 from .model.lora import load_trained, trained_state
 from .model.packing import PACKINGS, Packing
 from .model.transformer import Predictions, Transformer
@@ -35,54 +35,45 @@ LARGEST_GAP = "sampling/logp_difference_max"
 PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
 
 
+@dataclass(eq=False)
 class Learner:
     """A model, its optimizer, and the update that batches make to them."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: Transformer,
-        loss: LossSpec,
-        *,
-        precision: Precision,
-        dist: DistContext,
-        warn: Warn,
-    ) -> None:
-        """`precision` has the guard that counts bad steps."""
-        self.config = config
-        self.model = model
-        self.dist = dist
-        self.warn = warn
-        self.precision = precision
-        self.guard = precision.guard
-        self.device = model.device
+    config: Config
+    model: Transformer
+    loss: LossSpec
+    precision: Precision  # has the guard that counts bad steps
+    dist: DistContext
+    warn: Warn
 
-        # the objective
-        entropy_coef = config.loss.entropy_coef
-        self.loss = loss
-        self.loss_settings = LossSettings(
-            clip_low=config.loss.clip_low,
-            clip_high=config.loss.clip_high,
-            ratio_cap=config.loss.ratio_cap,
-            kl=config.loss.kl,
-            kl_coef=0.0 if config.supervised else config.loss.kl_coef,
-        )
-        self.learns_entropy = loss.needs_entropy or entropy_coef > 0
-        self.learns_without_advantage = loss.learns_without_advantage or entropy_coef > 0
+    def __post_init__(self) -> None:
+        config = self.config
+        self.guard = self.precision.guard
+        self.device = self.model.device
+
+        # the objective; a clip or cap that is None is the loss's own
+        settings = config.loss
+        clips = {"low": settings.clip_low, "high": settings.clip_high, "cap": settings.ratio_cap}
+        given = {name: bound for name, bound in clips.items() if bound is not None}
+        self.loss = replace(self.loss, clip=replace(self.loss.clip, **given))
+        entropy_coef = settings.entropy_coef
+        self.learns_entropy = self.loss.needs_entropy or entropy_coef > 0
+        learns = self.loss.learns_without_advantage
+        if learns is None:
+            learns = self.loss.surrogate not in (losses.clipped, losses.cispo)
+        self.learns_without_advantage = learns or entropy_coef > 0
 
         # separate modules that share the parameters: the sampler's modules must not be compiled
-        trained = model.for_training(
+        trained = self.model.for_training(
             checkpointing=config.memory.gradient_checkpointing, compiled=config.speed.compile_model
         )
-        self.wrapped: Any = dist.wrap(trained)
+        self.wrapped: Any = self.dist.wrap(trained)
         self.scaler = grad_scaler(config.speed, self.device)
-        self.optimizer = make_optimizer(model, config)
+        self.optimizer = make_optimizer(self.model, config)
         size = config.memory.micro_batch_size
-        self.backoff = OOMBackoff("update", "--micro-batch-size", size, warn)
+        self.backoff = OOMBackoff("update", "--micro-batch-size", size, self.warn)
         self.steps_done = 0
         self.in_update = False  # if so, the weights belong to no step
-
-    # --- a step ---------------------------------------------------------------------------------
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """`num_iterations` optimizer steps on this process's share of a batch.
@@ -95,16 +86,14 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         prepared, normalizer = self.prepare(batch)
-        is_good = True
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
-            is_good = self._update_weights(metrics["loss"], norm, step)
-            if not is_good:
+            if not self._update_weights(metrics["loss"], norm, step):
                 break
-        if is_good:
+        else:  # all updates were good
             self.guard.in_a_row = 0
         values = torch.stack([*metrics.values(), largest_weight(self.model)]).tolist()  # one sync
         largest = values.pop()
@@ -116,22 +105,17 @@ class Learner:
         return learnt | {"learning_rate": learning_rate} | self.guard.metrics(self.scaler)
 
     def _update_weights(self, loss: Tensor, norm: Tensor, step: int) -> bool:
-        """Step AdamW unless loss or gradient are not finite; return whether all is well.
-
-        In float16 a gradient that overflows is no bad step as long as the loss scale falls.
-        """
+        """Step AdamW unless loss or gradient are not finite; return whether all is well."""
         is_finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
         if is_finite:
             self.in_update = True
             self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        if self.guard.update_scale(self.scaler, loss) or is_finite:
+        if self.guard.update_scale(self.scaler, loss) or is_finite:  # float16 may lower its scale
             return True
         self.guard.skip(self.warn)
         self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
         return False
-
-    # --- what has a gradient --------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
         """The part of a batch that has a gradient, with old log-probs if there are several updates.
@@ -166,8 +150,6 @@ class Learner:
 
         return self.backoff.run(in_parts, len(batch))
 
-    # --- the gradient ---------------------------------------------------------------------------
-
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes.
 
@@ -191,30 +173,31 @@ class Learner:
         return self.backoff.run(in_parts, len(batch), retry=self.dist.world_size == 1)
 
     def objective(self, part: RolloutBatch, normalizer: LossNormalizer) -> tuple[Tensor, Metrics]:
-        """A micro-batch's share of the whole step's loss.
-
-        log-probs -> ratio to the old policy -> clipped surrogate -> KL -> normalise.
-        """
+        """log-probs -> ratio to the old policy -> surrogate -> KL -> share of the step's loss."""
+        settings = self.config.loss
         packing = self.pack(part)
         part = part.to(self.device)
         mask = part.completions.completion_mask
         logp, entropy = self.forward(packing)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        teacher_kl = None
-        if part.teacher_logp is not None:
+        advantages = part.advantages
+        if part.teacher_logp is not None:  # [P, G, S]: A + c (log p_teacher - log p) of each token
+            assert advantages is not None
             teacher_kl = (old_logp - part.teacher_logp).masked_fill(~mask, 0)
+            advantages = advantages[..., None] - settings.teacher_coef * teacher_kl
         loss, metrics = losses.policy_loss(
             logp,
             old_logp,
-            self._token_advantages(part.advantages, teacher_kl),
+            advantages,
             mask,
             loss=self.loss,
-            settings=self.loss_settings,
+            kl=settings.kl,
+            kl_coef=0.0 if self.config.supervised else settings.kl_coef,
             normalizer=normalizer,
             ref_logp=part.ref_logp,
             token_weights=self._token_weights(part, old_logp),
             entropy=entropy if self.learns_entropy else None,
-            added=-self.config.loss.entropy_coef * entropy if self.learns_entropy else None,
+            added=-settings.entropy_coef * entropy if self.learns_entropy else None,
         )
         metrics |= {
             "loss": loss.detach(),
@@ -222,20 +205,12 @@ class Learner:
             "tokens": mask.sum().to(logp),
             "tokens/run": logp.new_full((), len(packing.ids)),
         }
-        if teacher_kl is not None:
+        if part.teacher_logp is not None:
             metrics["teacher_kl"] = teacher_kl.sum()
         if part.completions.sampler_logp is not None:
             gap = (old_logp - part.completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
-
-    def _token_advantages(
-        self, advantages: Tensor | None, teacher_kl: Tensor | None
-    ) -> Tensor | None:
-        """`[P, G]`, or with a teacher `[P, G, S]`: A + c (log p_teacher - log p) of each token."""
-        if advantages is None or teacher_kl is None:
-            return advantages
-        return advantages[..., None] - self.config.loss.teacher_coef * teacher_kl
 
     def _token_weights(self, part: RolloutBatch, old_logp: Tensor) -> Tensor | None:
         """Importance weights `[P, G, S]` of --sampler-correction: the sampler drew the tokens."""
@@ -252,8 +227,7 @@ class Learner:
     def forward(self, packing: Packing) -> Predictions:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
         with self.precision.autocast():
-            temperature = self.config.sampling.temperature
-            return self.wrapped(packing, temperature, self.learns_entropy)
+            return self.wrapped(packing, self.config.sampling.temperature, self.learns_entropy)
 
     def _total(self, of_parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches and processes: sums, means over tokens, a maximum."""
@@ -267,8 +241,6 @@ class Learner:
         if gaps:
             total[LARGEST_GAP] = self.dist.max(torch.stack(gaps).max())
         return total
-
-    # --- what a checkpoint holds ----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that cannot be recomputed, as plain types and tensors."""

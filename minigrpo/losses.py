@@ -16,7 +16,7 @@ float32 or wider. learner.py calls `policy_loss`; advantages.py says where A com
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,10 +85,7 @@ Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(x: LossInputs) -> Term:
-    """-min(r A, clip(r) A), as in PPO (arXiv 1707.06347).
-
-    A cap bounds the first r too: the two-sided clip of arXiv 2505.07291.
-    """
+    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347). A cap bounds the first r too (2505.07291)."""
     ratio = x.ratio
     adv = x.advantages
     low, high = 1 - x.clip.low, 1 + x.clip.high
@@ -141,8 +138,9 @@ class LossSpec:
     estimator: str = "group_mean"
     scale: str = "group"
     needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
-    # groups whose advantages are 0 have a gradient too, and are not left out of the update
-    learns_without_advantage: bool = False
+    # Groups whose advantages are 0 have a gradient too, and are not left out of the update; None:
+    # if the surrogate is not one of those here.
+    learns_without_advantage: bool | None = None
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:
@@ -189,34 +187,13 @@ SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float |
 def sampler_weights(
     correction: str, cap: float, old_logp: Tensor, behavior_logp: Tensor, mask: Tensor
 ) -> Tensor:
-    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient.
-
-    Args:
-        old_logp, mask: `[..., S]`, see `policy_loss`.
-        behavior_logp: `[..., S]`, of the distribution that the tokens were drawn from.
-    """
+    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient."""
     form_ratio, lower_bound = SAMPLER_CORRECTIONS[correction]
     log_ratio = torch.where(mask, old_logp - behavior_logp, 0.0)
     ratio = form_ratio(log_ratio, mask.to(log_ratio))
     if lower_bound is None:
         return ratio.clamp(max=cap)
     return torch.where((lower_bound <= ratio) & (ratio <= cap), ratio, 0.0)
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """What a run sets beside its loss; a clip or cap that is None is the loss's own."""
-
-    clip_low: float | None = None
-    clip_high: float | None = None
-    ratio_cap: float | None = None
-    kl: str = "k3"  # a row of KL_ESTIMATORS, or k1_reward, which adds nothing here
-    kl_coef: float = 0.0
-
-    def clip_of(self, spec: LossSpec) -> Clip:
-        """The clip in force."""
-        given = {"low": self.clip_low, "high": self.clip_high, "cap": self.ratio_cap}
-        return replace(spec.clip, **{name: x for name, x in given.items() if x is not None})
 
 
 def policy_loss(
@@ -226,7 +203,8 @@ def policy_loss(
     mask: Tensor,
     *,
     loss: str | LossSpec | Callable[[LossInputs], Term] = "grpo",
-    settings: LossSettings = LossSettings(),
+    kl: str = "k3",
+    kl_coef: float = 0.0,
     normalizer: LossNormalizer | None = None,
     ref_logp: Tensor | None = None,
     token_weights: Tensor | None = None,
@@ -241,6 +219,7 @@ def policy_loss(
         advantages: `[...]`, one per completion, or `[..., S]`; None for nll.
         mask: `[..., S]` bool.
         loss: see `loss_spec`.
+        kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         normalizer: the counts of the whole optimizer step, to which the losses, gradients and
             metrics of micro-batches then add up; None counts this batch only.
         ref_logp: `[..., S]`, needed for a KL.
@@ -248,9 +227,8 @@ def policy_loss(
         entropy: `[..., S]`, of the policy at each token, for losses that need it.
         added: `[..., S]`, to the terms, such as an entropy bonus.
 
-    Returns:
-        The scalar loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added`
-        get a gradient: one through another tensor would be another objective's.
+    Returns the loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added` get
+    a gradient: one through another tensor would be another objective's.
     """
     spec = loss_spec(loss)
     normalizer = normalizer or LossNormalizer.of(mask)
@@ -262,9 +240,6 @@ def policy_loss(
             raise ValueError(f"expected the shape {list(mask.shape)}, got {list(values.shape)}")
         return torch.where(mask, values.to(at_least_fp32), 0.0)
 
-    def masked_constant(values: Tensor | None) -> Tensor | None:
-        return None if values is None else masked(values.detach())
-
     # 1. What the term is made of. Log-probs are masked before exp, because inf * 0 is NaN in the
     #    backward pass.
     m = masked(mask)
@@ -274,14 +249,14 @@ def policy_loss(
     by_token = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
     if by_token.shape == logp.shape[:-1]:
         by_token = by_token[..., None].expand_as(logp)
-    ref = masked_constant(ref_logp)
+    ref = None if ref_logp is None else masked(ref_logp.detach())
     inputs = LossInputs(
         logp=logp,
         old_logp=old,
         ratio=ratio,
         advantages=masked(by_token),
         mask=m,
-        clip=settings.clip_of(spec),
+        clip=spec.clip,
         entropy=None if entropy is None else masked(entropy),
         ref_logp=ref,
     )
@@ -291,20 +266,18 @@ def policy_loss(
     term, hits = (surrogate, {}) if isinstance(surrogate, Tensor) else surrogate
     if term.shape != logp.shape:
         raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
-    weights = masked_constant(token_weights)
-    if weights is not None:
-        term = term * weights
-    # as TRL counts them
-    per_hit = per_token if spec.ratio is token_ratio else per_completion
+    if token_weights is not None:
+        term = term * masked(token_weights.detach())
+    per_hit = per_token if spec.ratio is token_ratio else per_completion  # as TRL counts them
     metrics = {name: (hit * per_hit(m, normalizer)).sum() for name, hit in hits.items()}
 
     # 3. The KL, and what else is added.
-    if settings.kl_coef and settings.kl != KL_IN_REWARD:
+    if kl_coef and kl != KL_IN_REWARD:
         if ref is None:
             raise ValueError("a kl_coef above 0 needs ref_logp")
-        penalty = KL_ESTIMATORS[settings.kl](ref - logp, ratio)
+        penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
         metrics["kl"] = (penalty.detach() * per_token(m, normalizer)).sum()
-        term = term + settings.kl_coef * penalty
+        term = term + kl_coef * penalty
     if added is not None:
         term = term + masked(added)
     return (spec.weights(m, normalizer) * term).sum(), metrics

@@ -40,7 +40,7 @@ def _reward_metrics(rewards: RewardTable) -> dict[str, ArrayLike]:
         "reward_std": rewards.total.std(axis=1, ddof=int(several)),
         "frac_reward_zero_std": rewards.zero_variance,
         **{f"rewards/{name}/mean": scores for name, scores in rewards.parts.items()},
-        **{f"rewards/{name}/failures": count for name, count in rewards.failures.items()},
+        **{f"rewards/{name}/failures": failed for name, failed in rewards.failed.items()},
     }
 
 
@@ -74,7 +74,8 @@ class Graded:
             return np.full_like(self.rewards.total, np.nan)
         if self.success in self.rewards.parts:
             scores = self.rewards.parts[self.success]
-            return np.where(np.isnan(scores), np.nan, scores == 1)
+            failed = self.rewards.failed.get(self.success, np.False_)
+            return np.where(np.isnan(scores) & ~failed, np.nan, (scores == 1) & ~failed)
         pairs = zip(self.examples, self.texts, strict=True)
         same = [[text == example.answer for text in group] for example, group in pairs]
         return np.array(same, dtype=float)

@@ -1,9 +1,11 @@
 """The parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 import copy
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +13,33 @@ import torch
 
 from .config import LOSS_NAMES, Config
 from .losses import LossInputs, LossSpec, Term, loss_spec
-from .model.encoding import encode_pairs, encode_prompts
+from .model import lora
+from .model.encoding import encode_pairs, encode_prompts, messages_of, template_args
 from .model.frozen_model import FrozenModel, with_context
-from .model.hf import SHAPES, WEIGHTS, hub_folder
-from .model.lora import (
-    ADAPTER_FILE,
-    add_adapters,
-    disable_adapters,
-    load_peft,
-    load_trained,
-    merge_adapters,
-)
+from .model.hf import SHAPES, WEIGHTS, base_of, hub_folder, read_model_shape
 from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
-from .rewards import RewardFunction, RewardScorer, load_rewards
+from .rewards import RewardFunction, RewardScorer, load_rewards, named_apart
 from .run.checkpoint import checkpoints, load_checkpoint, newest
 from .run.console import Console
 from .run.run_dir import RECORD
 from .runtime.device import Precision, low_precision_copy
 from .runtime.guard import NonFiniteGuard, OOMBackoff
 from .runtime.rng import stream
+from .runtime.watchdog import Watchdog
 from .sampling.sampler import Sampler
 from .task import Task
 from .tasks.base import load_task, shipped_model
+from .tasks.data import rows_of
 from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
-from .types import ConfigError, digest
+from .types import ConfigError, Example, digest
 from .userfiles import load_name
 
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
-CHESS = "chess"  # the tokenizer of models that bring none
-# Published models pad their vocabulary to a round number: accept up to 1 / MOST_PADDING more tokens
-# than the tokenizer has.
-MOST_PADDING = 8
 SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
 CHECKED = 16  # examples of each split that are encoded before a run starts, and 4 x of the longest
-
-
-# --- what a caller gives --------------------------------------------------------------------------
-
-Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -59,8 +47,8 @@ class Given:
     """Python objects in place of names and files, by the name of the setting; None: a setting."""
 
     model: Transformer | None = None
-    data: Records | None = None
-    eval_data: Records | None = None
+    data: Sequence[Mapping[str, Any]] | None = None
+    eval_data: Sequence[Mapping[str, Any]] | None = None
     task: type[Task] | Task | None = None
     rewards: Sequence[RewardFunction] | None = None
     loss: LossSpec | Callable[[LossInputs], Term] | None = None
@@ -68,17 +56,17 @@ class Given:
 
     @classmethod
     def of(cls, **objects: Any) -> "Given":
-        """Objects in the forms in which callers have them. Raises ConfigError.
-
-        `data` and `eval_data` yield mappings; `rewards` is a function or several, decorated or
-        plain; for `environment` see `EnvironmentSet.of`.
-        """
+        """Objects in the forms that `minigrpo.train` takes. Raises ConfigError."""
         given = {name: value for name, value in objects.items() if value is not None}
+        if not isinstance(given.get("model"), Transformer | None):
+            raise ConfigError("model: no minigrpo.Transformer; save_pretrained(FOLDER), give that")
         for name in {"data", "eval_data"} & given.keys():
-            given[name] = [dict(row) for row in given[name]]
+            given[name] = rows_of(name, given[name])
         rewards = given.pop("rewards", ())
         several = [rewards] if callable(rewards) else rewards
-        functions = [x if isinstance(x, RewardFunction) else RewardFunction(x) for x in several]
+        functions = named_apart(
+            x if isinstance(x, RewardFunction) else RewardFunction(x) for x in several
+        )
         environment = given.get("environment")
         if not isinstance(environment, EnvironmentSet | None):
             given["environment"] = EnvironmentSet.of(environment)
@@ -90,15 +78,16 @@ class Given:
         return {name: FROM_PYTHON + described(value) for name, value in objects.items()}
 
 
-NOTHING_GIVEN = Given()
-
-
 def described(value: Any) -> str:
     """A text that tells an object of `Given` from others."""
     if isinstance(value, Transformer):  # it may have been trained since
         return digest([f"{x.cpu().double().norm():.10g}" for x in value.parameters()])
     if isinstance(value, EnvironmentSet):
         return value.describe()
+    if isinstance(value, LossSpec):
+        return ",".join(described(x) if callable(x) else str(x) for x in vars(value).values())
+    if isinstance(value, partial):
+        return f"{described(value.func)}{value.args}{value.keywords}"
     if not isinstance(value, list):
         return getattr(value, "__name__", type(value).__name__)
     if value and isinstance(value[0], RewardFunction):
@@ -106,78 +95,80 @@ def described(value: Any) -> str:
     return digest(value)
 
 
-# --- models by name -------------------------------------------------------------------------------
+def own_tokenizer(model: str) -> dict[str, Any]:
+    """The settings that a model brings: `tokenizer`; of a run also its template and its args."""
+    folder = hub_folder(model, weights=False)
+    if (folder / RECORD).is_file():
+        of_run = Config.from_toml(folder / RECORD).model
+        return {x: getattr(of_run, x) for x in ("tokenizer", "chat_template", "chat_args")}
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer": model}
+    base = base_of(folder)
+    return own_tokenizer(base) if base else {"tokenizer": "chess"}
 
 
-def config_of_run(run: str | Path) -> Config:
-    """The settings of a run's folder. Raises ConfigError."""
-    return Config.from_toml(Path(run) / RECORD)
-
-
-def own_tokenizer(model: str) -> tuple[str, str]:
-    """The tokenizer of a model, and the chat template of the run that it comes from, or ""."""
-    if (Path(model) / RECORD).is_file():
-        of_run = config_of_run(model).model
-        return of_run.tokenizer, of_run.chat_template
-    has_own = (hub_folder(model, weights=False) / "tokenizer.json").is_file()
-    return (model if has_own else CHESS), ""
+def shape_by_name(name: str, task: str) -> ModelShape:
+    """The shape of a model by what --model names, without reading weights. Raises ConfigError."""
+    if name == "shipped":
+        return read_model_shape(shipped_model(task))
+    folder = hub_folder(name, weights=False)
+    base = base_of(folder)
+    if (folder / RECORD).is_file() and not (folder / WEIGHTS).exists():  # of a run with adapters
+        base = Config.from_toml(folder / RECORD).model.name
+    return shape_by_name(base, task) if base else read_model_shape(folder)
 
 
 def load_model(name: str, config: Config, console: Console, matrices: str) -> Transformer:
-    """A model by what --model names: shipped, a run, a folder or file, or ORG/NAME on the Hub.
+    """A model by what --model names; adapters, of a run or of PEFT's, are merged into its weights.
 
-    Adapters of a run are merged into its weights.
-
-    Args:
-        config: says for which task a model is shipped, and the seed of random weights.
-        matrices: a value of --base-dtype, see `Weights.store`.
+    `config`: has the task for which a model is shipped, and the seed of random weights; `matrices`:
+    a value of --base-dtype, see `Weights.store`.
     """
     if name == "shipped":
         return Transformer.from_pretrained(shipped_model(config.task.name), matrices)
-    if (Path(name) / RECORD).is_file():
-        model = load_model_of_run(Path(name), console)
-        model.store(matrices)
-        return model
     folder = hub_folder(name)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        console.say(f"--model {name}: random weights, of the shape in its config.json")
-    return Transformer.from_pretrained(folder, matrices, seed=config.run.seed)
+    if (folder / RECORD).is_file():
+        model = load_model_of_run(folder, console)
+    elif base := base_of(folder):
+        model = load_model(base, config, console, "float32")
+        lora.attach_peft(model, folder)
+        console.say(f"{name}: adapters of {lora.peft_settings(model)} are merged into {base}")
+    else:
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            console.say(f"--model {name}: random weights, of the shape in its config.json")
+        return Transformer.from_pretrained(folder, matrices, seed=config.run.seed)
+    lora.merge_adapters(model).store(matrices)
+    return model
 
 
 def load_model_of_run(run: Path, console: Console) -> Transformer:
-    """The model of a run's newest checkpoint, or of the files that it ended with."""
-    config = config_of_run(run)
+    """The model of a run's newest checkpoint, or its last files; adapters beside their base."""
+    config = Config.from_toml(run / RECORD)
     state = None
     if checkpoints(run / "checkpoints"):
         state = load_checkpoint(newest(run, console.say))
         console.say(f"{run}: the weights of step {state['step']}")
     if config.model.lora_rank:
         model = Parts(config, console=console).model
-        if state:
-            load_trained(model, state["model"])
+        if state is None:
+            lora.load_peft(model, run)
         else:
-            load_peft(model, run / ADAPTER_FILE)
-        return merge_adapters(model)
-    if state is None:
-        return Transformer.from_pretrained(run / WEIGHTS)
-    model = Transformer(SHAPES.validate_python(state["run"]["shape"]), seed=None)
-    model.load_state_dict(state["model"], assign=True)
+            lora.load_trained(model, state["model"])
+    elif state is None:
+        model = Transformer.from_pretrained(run / WEIGHTS)
+    else:
+        model = Transformer(SHAPES.validate_python(state["run"]["shape"]), seed=None)
+        model.load_state_dict(state["model"], assign=True)
     return model
 
 
 def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
-    """Drop vocabulary padding, because a token that cannot be decoded must never be sampled.
-
-    Raises ConfigError if the tokenizer does not fit the model.
-    """
+    """Drop vocabulary padding: what cannot be decoded must never be sampled. Raises ConfigError."""
     size, known = model.shape.vocab_size, tokenizer.n_vocab
-    if known < size <= known + known // MOST_PADDING:
+    if known < size <= known * 9 / 8:  # published ones are padded to a round number
         model.trim_vocab(known)
     elif size != known:
         raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")
-
-
-# --- the parts ------------------------------------------------------------------------------------
 
 
 class Parts:
@@ -188,58 +179,59 @@ class Parts:
         config: Config,
         device: torch.device | str = "cpu",
         console: Console | None = None,
-        given: Given = NOTHING_GIVEN,
+        given: Given | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`config`: from `resolve`; `given`: the caller's objects."""
+        """`config`: from `resolve`; `given`: the caller's objects; `folder`: that of the run."""
         self.config = config
         self.device = torch.device(device)
         self.console = console or Console(quiet=True)
-        self.given = given
+        self.given = given or Given()
+        self.watchdog = Watchdog(folder and folder / "hung_calls.jsonl")
         self.guard = NonFiniteGuard()
         self.precision = Precision(config.speed, self.device, self.guard)
 
-    def setting(self, name: str) -> str:
-        """A setting that names something. Raises ConfigError if it was an object that is gone."""
-        value: str = self.config.flat()[name]
-        if value.startswith(FROM_PYTHON):
+    def asked(self, name: str) -> Any:
+        """The caller's object for a setting, or its text. Raises ConfigError for objects gone."""
+        given = getattr(self.given, name)
+        value = self.config.flat()[name]
+        if given is None and value.startswith(FROM_PYTHON):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} {value}: run the script that gave it, or name a file")
-        return value
-
-    # --- what is asked, and what is paid ----------------------------------------------------------
+        return value if given is None else given
 
     @cached_property
     def own_environments(self) -> EnvironmentSet | None:
         """The environments and tools of the caller, or of --environment."""
-        if self.given.environment is not None:
-            return self.given.environment
-        setting = self.setting("environment")
-        return EnvironmentSet.load(setting) if setting else None
+        asked = self.asked("environment") or None
+        return EnvironmentSet.load(asked) if isinstance(asked, str) else asked
 
     @cached_property
     def functions(self) -> Sequence[RewardFunction]:
         """The reward functions of the caller, or of --rewards."""
-        if self.given.rewards is not None:
-            return self.given.rewards
-        setting = self.setting("rewards")
-        return load_rewards(setting) if setting else ()
+        asked = self.asked("rewards") or ()
+        return load_rewards(asked) if isinstance(asked, str) else asked
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of --tokenizer, with --chat-template and --system."""
+        """That of --tokenizer, with --chat-template, --chat-args and --system."""
         model = self.config.model
-        return load_tokenizer(model.tokenizer, model.chat_template or None, self.config.task.system)
+        system = self.config.task.system
+        tokenizer = load_tokenizer(model.tokenizer, model.chat_template, system, model.chat_args)
+        if tokenizer.chat and (unread := model.chat_args.keys() - tokenizer.chat.variables):
+            said = f"{tokenizer.chat.name} never reads {', '.join(sorted(unread))}"
+            self.console.warn(f"--chat-args: {said}")
+        return tokenizer
 
     @cached_property
     def plain_task(self) -> Task:
         """The task of --task, --data and --eval-data, without its environments."""
-        given = self.given
         settings = self.config.task
         return load_task(
-            self.setting("task") if given.task is None else given.task,
+            self.asked("task"),
             seed=self.config.run.seed,
-            data=self.setting("data") if given.data is None else given.data,
-            eval_data=self.setting("eval_data") if given.eval_data is None else given.eval_data,
+            data=self.asked("data"),
+            eval_data=self.asked("eval_data"),
             chat=bool(settings.system),
             environment=self.own_environments,
             args=settings.task_args,
@@ -262,21 +254,14 @@ class Parts:
 
     @cached_property
     def loss(self) -> LossSpec:
-        """The loss of --loss: a row of the table, or a function or LossSpec of the user's.
-
-        A file is run: trust it.
-        """
-        if self.given.loss is not None:
-            return loss_spec(self.given.loss)
-        setting = self.setting("loss")
-        return loss_spec(setting if setting in LOSS_NAMES else load_name("--loss", setting))
+        """A row of the table, or a function or LossSpec of the user's."""
+        asked = self.asked("loss")
+        is_in_file = isinstance(asked, str) and asked not in LOSS_NAMES
+        return loss_spec(load_name("--loss", asked) if is_in_file else asked)
 
     @cached_property
     def scorer(self) -> RewardScorer:
-        """The scorer of the task's reward functions and those of --rewards.
-
-        Where all weights are 0, so that nothing would be learnt, it is an error.
-        """
+        """Of the task's reward functions and those of --rewards; one must be paid to learn from."""
         speed = self.config.speed
         loss = self.config.loss
         scorer = RewardScorer(
@@ -284,10 +269,11 @@ class Parts:
             weights=self.config.task.reward_weights,
             functions=self.functions,
             environments=self.environments.parts if self.environments else {},
-            workers=speed.num_reward_workers if speed.parallel_rewards else 0,
+            workers=speed.num_reward_workers if speed.parallel_rewards else 1,
+            watchdog=self.watchdog,
             warn=self.console.warn,
             tokenizer=self.tokenizer,
-            token_model=cache(self.another_model),
+            token_model=cache(self.frozen),
         )
         is_paid = any(scorer.weights.values()) or loss.overlong == "punish"
         teaches_alone = loss.kl_coef or loss.teacher or loss.name not in LOSS_NAMES
@@ -312,29 +298,76 @@ class Parts:
             encode_pairs(self.tokenizer, examples, context)
             if not any(example.answer for example in examples):
                 raise ConfigError("--loss nll learns true answers, and these examples have none")
+        self._warn_of(examples)
 
-    # --- the model --------------------------------------------------------------------------------
+    def _warn_of(self, examples: Sequence[Example]) -> None:
+        """Say what is plausible in examples, and does something else or nothing."""
+        tokenizer = self.tokenizer
+        for example in examples:
+            spelled = [token for token in tokenizer.special if token in example.prompt]
+            if spelled and not messages_of(tokenizer, example):  # of messages it is an error
+                said = "stays text. Give messages: the chat template writes its tokens"
+                self.console.warn(f"{example.label}: {spelled[0]} in the prompt {said}")
+                break
+        given = {name for example in examples for name in template_args(example)}
+        if tokenizer.chat and (unread := given - tokenizer.chat.variables):
+            said = f"the template never reads {', '.join(sorted(unread))}"
+            self.console.warn(f"chat_template_kwargs: {said}")
+
+    def digests(self) -> dict[str, str]:
+        """What all processes must have alike."""
+        examples = [self.task.train(i) for i in range(CHECKED)]
+        examples += self.task.longest(sys.maxsize)  # all, if it knows them
+
+        def plain(value: object) -> object:  # objects and sets have no text that is always the same
+            return sorted(map(str, value)) if isinstance(value, set) else type(value).__name__
+
+        rows = [json.dumps(vars(example), default=plain) for example in examples]
+        return {
+            "rows": digest([self.task.about, rows]),
+            "rewards": digest([self.scorer.names, self.scorer.weights]),
+        }
+
+    @cached_property
+    def base(self) -> str:
+        """--model; or if PEFT's adapters there are like those of --lora-rank etc., their base."""
+        settings = self.config.model
+        name = settings.name
+        base = base_of(hub_folder(name, weights=False))
+        if not (base and settings.lora_rank) or (Path(name) / RECORD).is_file():
+            return name
+        shape = shape_by_name(base, self.config.task.name)
+        there, wanted = Transformer(shape, seed=None), Transformer(shape, seed=None)
+        lora.attach_peft(there, hub_folder(name))
+        lora.add_adapters(wanted, settings.lora_rank, settings.lora_alpha, settings.lora_targets)
+        forms = [(lora.peft_names(model), lora.peft_settings(model)) for model in (there, wanted)]
+        return base if forms[0] == forms[1] else name
 
     @cached_property
     def model(self) -> Transformer:
         """The model that --model names, with --lora-rank, on the device."""
         settings = self.config.model
-        seed = self.config.run.seed
-        if self.given.model is not None:
-            model = self.given.model
+        # without adapters all weights are trained, in float32
+        matrices = settings.base_dtype if settings.lora_rank else "float32"
+        asked = self.asked("model")
+        if isinstance(asked, Transformer):
+            model = asked
+            if settings.lora_rank:  # it gets new ones
+                lora.merge_adapters(model)
+            if not lora.adapters(model):
+                model.store(matrices)
         elif settings.name == "scratch":
-            model = Transformer(ModelShape(self.tokenizer.n_vocab), seed)
-        else:  # without adapters all weights are trained, in float32
-            matrices = settings.base_dtype if settings.lora_rank else "float32"
-            model = load_model(self.setting("model"), self.config, self.console, matrices)
+            model = Transformer(ModelShape(self.tokenizer.n_vocab), self.config.run.seed)
+        else:
+            model = load_model(self.base, self.config, self.console, matrices)
         fit_vocab(model, f"--model {settings.name}", self.tokenizer)
-        add_adapters(
-            model,
-            settings.lora_rank,
-            settings.lora_alpha,
-            settings.lora_targets,
-            seed=int(stream(seed, "adapters").integers(2**32)),
-        )
+        if self.base != settings.name:
+            lora.attach_peft(model, hub_folder(settings.name))
+            self.console.say(f"--model {settings.name}: its adapters are trained on")
+        else:
+            seed = int(stream(self.config.run.seed, "adapters").integers(2**32))
+            kind = settings.lora_rank, settings.lora_alpha, settings.lora_targets
+            lora.add_adapters(model, *kind, seed)
         return model.to(self.device)
 
     @cached_property
@@ -342,27 +375,18 @@ class Parts:
         """The model, ready to sample from, for the examples of the task."""
         dialogues = None
         if self.environments is not None:
-            warn = self.console.warn
-            dialogues = Dialogues(self.config, self.environments, self.tokenizer, warn)
-        return self._sampler(self.task.speculate, dialogues)
-
-    @cached_property
-    def prompt_sampler(self) -> Sampler:
-        """The model, ready to complete prompts of one turn, whatever the task is."""
-        return self._sampler(speculate=False, dialogues=None)
-
-    def _sampler(self, speculate: bool, dialogues: Dialogues | None) -> Sampler:
+            dialogues = Dialogues(
+                self.config, self.environments, self.tokenizer, self.console.warn, self.watchdog
+            )
         return Sampler(
             self.config,
             self.model,
             self.tokenizer,
             autocast=self.precision.autocast,
             warn=self.console.warn,
-            speculate=speculate,
+            speculate=self.task.speculate,
             dialogues=dialogues,
         )
-
-    # --- frozen models ----------------------------------------------------------------------------
 
     @cached_property
     def reference(self) -> FrozenModel | None:
@@ -370,68 +394,50 @@ class Parts:
         settings = self.config.loss
         if not settings.kl_coef or self.config.supervised:
             return None
-        if not settings.reference:
-            return self.initial_copy("--reference")
-        return self.another_model(settings.reference, "--reference")
+        return self.frozen(settings.reference or INITIAL, "--reference")
 
     @cached_property
     def teacher(self) -> FrozenModel | None:
         """The model of --teacher."""
         name = self.config.loss.teacher
-        if not name:
-            return None
-        if name == SELF:
-            return self.the_policy_itself()
-        if name == INITIAL:
-            return self.initial_copy("--teacher")
-        return self.another_model(name, "--teacher")
+        return self.frozen(name, "--teacher") if name else None
 
-    def the_policy_itself(self) -> FrozenModel:
-        """The model that is trained, as it is when it is asked."""
-        return self._frozen("--teacher self", self.model, self.tokenizer, shares_weights=True)
+    def frozen(self, name: str, flag: str = "") -> FrozenModel:
+        """The model that a flag names, or a reward, for which it has its own tokenizer.
 
-    def initial_copy(self, flag: str) -> FrozenModel:
-        """A copy of the model as it is now.
-
-        Of a model with adapters it shares all weights, and the adapters are off.
+        SELF is the model that is trained, as it is when it is asked; INITIAL is a copy of it as it
+        is now, which shares all weights but those of adapters; others are named as for --model.
         """
-        name = f"{flag} {INITIAL}"
-        if not self.config.model.lora_rank:
-            return self._frozen(name, copy.deepcopy(self.model), self.tokenizer)
-        model = self.model.sharing_weights()
-        disable_adapters(model)
-        return self._frozen(name, model, self.tokenizer, shares_weights=True)
-
-    def another_model(self, name: str, flag: str = "") -> FrozenModel:
-        """A model that a reward asks, with its own tokenizer.
-
-        Args:
-            flag: that names it; then it reads what --model reads, and needs the same tokenizer.
-        """
-        source, template = own_tokenizer(name)
-        tokenizer = load_tokenizer(source, template or None)
-        model = load_model(name, self.config, self.console, self.config.model.base_dtype)
-        fit_vocab(model, name, tokenizer)
-        if not flag:
-            return self._frozen(name, model.to(self.device), tokenizer)
-        if tokenizer.fingerprint != self.tokenizer.fingerprint:
-            raise ConfigError(f"{flag} {name}: its tokenizer is not that of --model")
-        return self._frozen(f"{flag} {name}", model.to(self.device), self.tokenizer)
-
-    def _frozen(
-        self, name: str, model: Transformer, tokenizer: Tokenizer, shares_weights: bool = False
-    ) -> FrozenModel:
-        """`name`: in errors. `shares_weights`: with the model that is trained."""
         config = self.config
+        tokenizer = self.tokenizer
+        shares_weights = name == SELF
+        if name == SELF:
+            model = self.model
+        elif name == INITIAL and config.model.lora_rank:
+            model = self.model.sharing_weights()
+            lora.freeze_adapters(model)
+            shares_weights = True
+        elif name == INITIAL:
+            model = copy.deepcopy(self.model)
+        else:
+            brought = own_tokenizer(name)
+            own = load_tokenizer(brought.pop("tokenizer"), **brought)
+            model = load_model(name, config, self.console, config.model.base_dtype).to(self.device)
+            fit_vocab(model, name, own)
+            if not flag:
+                tokenizer = own
+            elif own.fingerprint != tokenizer.fingerprint:
+                raise ConfigError(f"{flag} {name}: its tokenizer is not that of --model")
         if not shares_weights:
             model = low_precision_copy(config.speed, model.requires_grad_(False))
+        label = f"{flag} {name}".strip()  # in errors
         size, warn = config.memory.micro_batch_size, self.console.warn
         return FrozenModel(
             model,
             tokenizer,
             packing=PACKINGS[config.speed.packing],
-            name=name,
-            run_in_parts=OOMBackoff(name, "--micro-batch-size", size, warn).run,
+            name=label,
+            run_in_parts=OOMBackoff(label, "--micro-batch-size", size, warn).run,
             autocast=self.precision.autocast,
             offload=config.memory.offload_reference and not shares_weights,
         )

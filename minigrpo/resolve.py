@@ -6,38 +6,35 @@ from typing import Any
 
 from .config import Config
 from .model.hf import hub_folder
-from .parts import NOTHING_GIVEN, Given, Parts, own_tokenizer
+from .parts import Given, Parts, own_tokenizer
 
 CHESS_FILES = (".pgn", ".pgn.gz", ".txt")  # --task auto: what only chess-env reads
 MODELS = "model", "reference", "teacher"  # the settings that name models
 
 
-def resolve(config: Config, given: Given = NOTHING_GIVEN, models: Sequence[str] = MODELS) -> Config:
-    """The config with names that do not change.
+def resolve(config: Config, given: Given | None = None, models: Sequence[str] = MODELS) -> Config:
+    """The config with names that do not change; `models`: the settings whose models are needed.
 
     ORG/NAME gets the commit on the Hub; --tokenizer auto becomes the model's own tokenizer and chat
     template; --task auto becomes a task. Objects get a text that stands for them.
-
-    Args:
-        models: the settings whose models are needed.
     """
-    settings = config.flat() | given.as_settings()
+    settings = config.flat() | (given or Given()).as_settings()
     if settings["task"] == "auto":
         settings |= task_of(Parts(config, given=given))
     for name in models:
-        settings[name] = pinned(settings[name])
+        model = settings[name]
+        folder = hub_folder(model, weights=False)
+        if folder != Path(model):  # on the Hub, where the folder is named by the commit
+            settings[name] = f"{model.partition('@')[0]}@{folder.name}"
     if settings["tokenizer"] == "auto":
-        tokenizer, template = own_tokenizer(settings["model"])
-        settings["tokenizer"] = tokenizer
-        settings["chat_template"] = settings["chat_template"] or template
+        own = own_tokenizer(settings["model"])
+        settings |= {name: settings[name] or value for name, value in own.items()}
+        settings["tokenizer"] = own["tokenizer"]
     return config.replace(**settings)
 
 
 def task_of(parts: Parts) -> dict[str, Any]:
-    """The settings that --task auto stands for: `prompts` for rows, else `chess-env`.
-
-    With reward functions of the caller's, nothing that is built in is paid.
-    """
+    """--task auto: `prompts` for rows, else `chess-env`; the caller's rewards alone are paid."""
     settings = parts.config.task
     functions = parts.functions
     environments = parts.own_environments
@@ -49,9 +46,3 @@ def task_of(parts: Parts) -> dict[str, Any]:
         return {"task": "prompts", "task_args": {**judge, **settings.task_args}}
     weights = {function.name: function.weight for function in functions}
     return {"task": "chess-env", "reward_weights": settings.reward_weights or weights}
-
-
-def pinned(model: str) -> str:
-    """The name of a model, of one on the Hub with its commit."""
-    folder = hub_folder(model, weights=False)
-    return model if folder == Path(model) else f"{model.partition('@')[0]}@{folder.name}"

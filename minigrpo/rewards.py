@@ -2,27 +2,29 @@
 
 Each distinct (example, text) is scored once, except by functions of whole groups. The task is
 trusted: it has no time limit, and an error in it ends the run. A function may hang or raise or
-return no number: then its completions get 0, and the failure is counted. Threads do not make
-scoring chess faster, because python-chess holds the interpreter lock (GIL); they run several
-programs or network calls side by side.
+return no number: it has failed, and the completion counts as the worst of its group.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 
+from .advantages import neutral
 from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .model.tokenizer import Tokenizer
-from .runtime.pool import Pool
+from .runtime.pool import Pool, WorkerProcesses, awaited
+from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
 from .userfiles import load_file, place_of
@@ -33,48 +35,65 @@ RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
 similarity = Levenshtein.normalized_similarity
 
 
-# --- the decorator ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """A function with the decorator `reward`, which explains the fields."""
 
     function: Callable[..., Any]
+    name: str = ""  # empty: the function's own
     weight: float = 1.0
     batched: bool = False
     grouped: bool = False
     tokens: bool = False
     success: bool = False
     timeout_s: float = 10.0
+    process: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
+        own = self.function
+        while isinstance(own, partial):
+            own = own.func
+        name = self.name or getattr(own, "__name__", type(own).__name__)
+        object.__setattr__(self, "name", "function" if name == "<lambda>" else name)
         arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
         with refusing(f"reward {self.name}: must take ({', '.join(arguments)})"):
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
-
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
+        if self.process and (not is_found or self.is_async or own.__module__ == "__main__"):
+            needed = "a function at the top of a file of its own, not async"
+            raise ConfigError(f"reward {self.name}: process=True needs {needed}")
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
-    def values(self, examples: Sequence[Example], texts: Sequence[str]) -> np.ndarray:
-        """`[n]` values of n texts: of any, of a group, or of one; NaN where there is no number."""
+    @property
+    def is_async(self) -> bool:
+        kind: Any = type(self.function)  # perhaps of an object that is called
+        return any(map(inspect.iscoroutinefunction, (self.function, kind.__call__)))
+
+    @cached_property
+    def workers(self) -> WorkerProcesses:
+        return WorkerProcesses(self.function.__module__, self.function.__qualname__)
+
+    def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> "Scores":
+        """Those of any texts, of a group, or of one."""
         # code may empty a list in `fields`, or the messages of a dialogue
         examples = [copy.deepcopy(example) for example in examples]
         texts = [copy.deepcopy(text) for text in texts]
-        if self.batched or self.grouped:
-            answers = self.function(examples if self.batched else examples[0], texts)
-            if isinstance(answers, list):
-                answers = [np.nan if answer is None else answer for answer in answers]
-            return as_numbers(answers, (len(texts),), partly=True)
-        return as_numbers(self.function(examples[0], texts[0]), ()).reshape(1)
+        timeout_s = self.timeout_s * len(texts)
+        asks_several = self.batched or self.grouped
+        arguments = (examples if self.batched else examples[0], texts if asks_several else texts[0])
+        if self.process:
+            answer = self.workers.call(arguments, timeout_s)
+        else:
+            answer = self.function(*arguments)
+            if inspect.isawaitable(answer):
+                answer = awaited(answer, timeout_s)
+        return as_scores(answer if asks_several else [answer], len(texts))
 
 
 def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -84,11 +103,14 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         def brevity(example, text):
             return 1 / (1 + len(text))
 
-    `--rewards FILE.py` adds the decorated functions of a file to the task's. A call that raises,
-    takes too long or returns no finite number has failed: the failure is counted, and the
-    completion gets 0.
+    `--rewards FILE.py` adds the decorated functions of a file to the task's. It may be `async`:
+    then all calls of a batch run side by side.
+
+    A call that raises, takes too long or returns no finite number has failed: the completion gets
+    the worst value of its group. None: the reward does not concern the row, and is left out.
 
     Args:
+        name: in place of the function's own.
         weight: in the total (default 1); --reward-weights overrides it.
         batched: it takes lists of examples and texts, and returns a float per text, as a reward
             model does. Which texts share a call is not fixed, so a text's score should depend on
@@ -100,29 +122,35 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         success: it returns 1 for a right completion, and anything else for others. Evaluations and
             pass@k then count by it.
         timeout_s: seconds per completion (default 10).
+        process: call it in worker processes, which can be killed: for code that may hold Python's
+            lock for long, such as a regex. It must have its name in a module or file.
     """
     if function is None:
         return partial(RewardFunction, **options)
     return RewardFunction(function, **options)
 
 
+def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
+    """The functions, each under a name of its own: f, f_2, f_3."""
+    by_name: dict[str, RewardFunction] = {}
+    for function in functions:
+        names = (f"{function.name}_{n}" if n > 1 else function.name for n in count(1))
+        name = next(name for name in names if name not in by_name)
+        by_name[name] = replace(function, name=name)
+    return [*by_name.values()]
+
+
 def load_rewards(path: str) -> list[RewardFunction]:
     """The decorated functions in a Python file, imported ones included. It is run: trust it."""
-    values = vars(load_file(path)).values()
-    functions = [value for value in values if isinstance(value, RewardFunction)]
+    values = {id(value): value for value in vars(load_file(path)).values()}.values()  # each once
+    functions = named_apart(value for value in values if isinstance(value, RewardFunction))
     if not functions:
         raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
     return functions
 
 
-def refuse_failing(rewards: RewardTable) -> None:
-    """Raise ConfigError if a function, or an environment, fails on all completions."""
-    for name, num_failed in rewards.failures.items():
-        if num_failed == rewards.total.size:
-            raise ConfigError(f"reward {name} fails on all completions before the first step")
-
-
-# --- the scorer ---------------------------------------------------------------------------------
+# of texts: a number each; NaN: the reward failed; None: it does not concern the text
+Scores = Sequence[float | None]
 
 
 def as_numbers(answer: Any, shape: tuple[int, ...], partly: bool = False) -> np.ndarray:
@@ -137,7 +165,31 @@ def as_numbers(answer: Any, shape: tuple[int, ...], partly: bool = False) -> np.
     return np.where(finite, numbers, np.nan)
 
 
-Places = Sequence[int]  # of texts in a batch
+def as_scores(answers: Any, number: int) -> Scores:
+    """What a reward has answered for `number` texts. An error for answers of another shape."""
+    absent = set[int]()
+    if isinstance(answers, np.ndarray) and answers.dtype == object:
+        answers = answers.tolist()
+    if isinstance(answers, list | tuple):
+        absent = {place for place, answer in enumerate(answers) if answer is None}
+        answers = [0.0 if answer is None else answer for answer in answers]
+    numbers = as_numbers(answers, (number,), partly=True).tolist()
+    return [None if place in absent else x for place, x in enumerate(numbers)]
+
+
+def settled(scores: Scores, shape: tuple[int, int], weight: float) -> tuple[np.ndarray, np.ndarray]:
+    """`[P, G]` values, in which a failure counts as the worst of its group; and what has failed.
+
+    Of a group of failures alone, it counts as the worst of the batch: the group teaches nothing,
+    and an evaluation does not leave it out. NaN is where a reward does not concern a text.
+    """
+    values = np.array(scores, dtype=np.float64).reshape(shape)
+    failed = np.array([score is not None for score in scores]).reshape(shape) & np.isnan(values)
+    worst = np.fmin if weight >= 0 else np.fmax  # both pass over NaN
+    of_group = worst.reduce(values, axis=1, keepdims=True)
+    of_batch = worst.reduce(values, axis=None)
+    rivals = np.where(failed.all(axis=1, keepdims=True), of_batch, of_group)
+    return np.where(failed, rivals, values), failed
 
 
 class TextBatch:
@@ -163,61 +215,45 @@ class TextBatch:
                 self.distinct.append(place)
             self.same.append(number)
 
-    def pairs(self, places: Places) -> tuple[list[Example], list[str]]:
+    def pairs(self, places: Sequence[int]) -> tuple[list[Example], list[str]]:
         """The examples and the texts of some places."""
         return [self.examples[place] for place in places], [self.texts[place] for place in places]
 
-    def spread(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """`[P, G]` float64 from the values of the distinct texts."""
-        return np.asarray(values, dtype=np.float64)[self.same].reshape(self.shape)
+    def spread(self, scores: Scores) -> Scores:
+        """Those of all texts from those of the distinct ones."""
+        return [scores[number] for number in self.same]
 
 
+@dataclass(eq=False)
 class RewardScorer:
     """Calls the task and the reward functions for a batch of completions."""
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        weights: Mapping[str, float] | None = None,
-        functions: Sequence[RewardFunction] = (),
-        environments: Mapping[str, float] | None = None,
-        workers: int = 0,
-        warn: Warn = lambda text: None,
-        tokenizer: Tokenizer | None = None,
-        token_model: Callable[[str], Any] | None = None,
-    ) -> None:
-        """
-        Args:
-            weights: of each function in the total; those that are not named weigh 0. None or empty:
-                the weights of the task, the environments and the functions.
-            functions: reward functions beside the task's.
-            environments: those that give a reward, and their weights.
-            workers: calls side by side.
-            warn: called with the first failure of each function.
-            tokenizer: the policy's, for functions of tokens.
-            token_model: for functions of tokens: from a name to a frozen model.
-        """
-        self.task = task
-        self.functions = functions
-        self.environments = environments or {}
-        self.workers = max(1, workers)
-        self.warn = warn
-        self.warned: set[str] = set()
-        self.tokenizer = tokenizer
-        self.token_model = token_model
+    task: Task
+    _: KW_ONLY
+    # of each reward in the total, others weigh 0; empty: those of task, environments, functions
+    weights: Mapping[str, float] = field(default_factory=dict)
+    functions: Sequence[RewardFunction] = ()  # beside the task's parts
+    # those that give a reward, and their weights
+    environments: Mapping[str, float] = field(default_factory=dict)
+    workers: int = 1  # calls side by side
+    watchdog: Watchdog = UNMARKED  # ends a call that holds Python's lock
+    warn: Warn = lambda text: None  # called with the first failure of each function
+    tokenizer: Tokenizer | None = None  # the policy's, for functions of tokens
+    token_model: Callable[[str], Any] | None = None  # for them: from a name to a frozen model
 
+    def __post_init__(self) -> None:
+        self.first_errors: dict[str, str] = {}  # of the functions that have failed
+        task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         own_weights = {**task.parts, **self.environments, **of_functions}
-        self.weights = dict(weights or own_weights)
+        self.weights = self.weights or own_weights
         self.names = [*task.parts, *self.environments, *(function.name for function in functions)]
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
-                raise ConfigError(
-                    f"reward {name}: must be once in {', '.join(self.names)}, and a word"
-                )
+                said = f"must be once in {', '.join(self.names)}, a word, and none of {RESERVED}"
+                raise ConfigError(f"reward {name}: {said}")
 
     @torch.no_grad()
     def score(
@@ -234,8 +270,7 @@ class RewardScorer:
             temperature: that of the samples.
         """
         batch = TextBatch(examples, texts)
-        parts: dict[str, np.ndarray] = {}
-        failures: dict[str, int] = {}
+        scores: dict[str, Scores] = {}
 
         def tokens() -> TokenBatch:
             """A copy for each function: the loss needs the log-probs as they are."""
@@ -243,30 +278,37 @@ class RewardScorer:
             copies = copy.deepcopy((examples, texts, completions))
             return TokenBatch(*copies, temperature, self.tokenizer.decode, self.token_model)
 
-        dialogues = [text for text in batch.texts if isinstance(text, Dialogue)]
         for name in self.environments:
-            rewards = [dialogue.rewards.get(name, np.nan) for dialogue in dialogues]
-            parts[name] = np.array(rewards).reshape(batch.shape)
-            failures[name] = sum(x.failed for x in dialogues if name in x.rewards)
+            scores[name] = [getattr(text, "rewards", {}).get(name) for text in batch.texts]
+            errors = [text.error for text in batch.texts if isinstance(text, Dialogue)]
+            if any(errors):
+                self.first_errors.setdefault(name, next(filter(None, errors)))
         if self.task.token_parts:
             by_token = self.task.score_tokens(tokens())
-            parts |= {name: np.asarray(by_token[name], float) for name in self.task.token_parts}
+            for name in self.task.token_parts:
+                values = np.ravel(by_token[name]).tolist()
+                scores[name] = [None if np.isnan(value) else value for value in values]
         if self.text_parts:
-            parts |= self._of_task(batch)
+            scores |= self._of_task(batch)
         for function in self.functions:
             if function.tokens:
-                parts[function.name] = as_numbers(function(tokens()), batch.shape)
+                scores[function.name] = as_numbers(function(tokens()), batch.shape).ravel().tolist()
             else:
-                values = self._of_function(function, batch)
-                parts[function.name] = np.nan_to_num(values)
-                failures[function.name] = int(np.isnan(values).sum())
-        terms = [weight * parts[name] for name, weight in self.weights.items()]
-        # NaN: a completion has no such reward
-        total = np.nansum([np.zeros(batch.shape), *terms], axis=0)
-        return RewardTable(total, {name: parts[name] for name in self.names}, failures)
+                scores[function.name] = self._of_function(function, batch)
+        parts: dict[str, np.ndarray] = {}
+        failed: dict[str, np.ndarray] = {}
+        for name in self.names:
+            weight = self.weights.get(name, 1.0)
+            parts[name], failed[name] = settled(scores[name], batch.shape, weight)
+        terms = [np.zeros(batch.shape)]
+        for name, weight in self.weights.items():
+            # where a reward failed throughout, nobody knows what it would have paid
+            unknown = failed[name] & np.isnan(parts[name])
+            terms.append(weight * np.where(unknown, np.nan, neutral(parts[name])))
+        return RewardTable(np.sum(terms, axis=0), parts, failed)
 
-    def _of_task(self, batch: TextBatch) -> dict[str, np.ndarray]:
-        """The task's parts of texts, `[P, G]` each."""
+    def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
+        """The task's parts of texts."""
         share = -(-len(batch.distinct) // self.workers)
         pieces = [
             batch.pairs(batch.distinct[start : start + share])
@@ -274,18 +316,19 @@ class RewardScorer:
         ]
         if len(pieces) > 1:
             with ThreadPoolExecutor(self.workers) as pool:
-                scores = [*pool.map(lambda piece: self.task.score_batch(*piece), pieces)]
+                answers = [*pool.map(lambda piece: self.task.score_batch(*piece), pieces)]
         else:  # a single thread would only cost time
-            scores = [self.task.score_batch(*piece) for piece in pieces]
+            answers = [self.task.score_batch(*piece) for piece in pieces]
+        number = len(batch.distinct)
         return {
-            name: batch.spread(np.concatenate([score[name] for score in scores]))
+            name: batch.spread(as_scores([x for each in answers for x in each[name]], number))
             for name in self.text_parts
         }
 
-    def _of_function(self, function: RewardFunction, batch: TextBatch) -> np.ndarray:
-        """A function's values, `[P, G]`; NaN where it failed."""
+    def _of_function(self, function: RewardFunction, batch: TextBatch) -> Scores:
+        """A function's scores of texts."""
         # 1. The places of the texts of each call.
-        calls: list[Places] = [[place] for place in batch.distinct]
+        calls: list[Sequence[int]] = [[place] for place in batch.distinct]
         if function.grouped:
             num_prompts, size = batch.shape
             calls = [range(p * size, (p + 1) * size) for p in range(num_prompts)]
@@ -293,22 +336,27 @@ class RewardScorer:
             calls = [batch.distinct]
 
         # 2. Call it.
-        values = np.full(len(batch.texts), np.nan)  # by place
-        pool = Pool(self.workers)
+        scores: list[float | None] = [math.nan] * len(batch.texts)  # by place
+        # a thread that waits for an async function costs little
+        pool = Pool(len(calls) if function.is_async else self.workers, self.watchdog)
         for number, places in enumerate(calls):
-            call = partial(function.values, *batch.pairs(places))
-            pool.submit(number, call, function.timeout_s * len(places))
+            examples, texts = batch.pairs(places)
+            call = partial(function.scores, examples, texts)
+            about = f"reward {function.name}: {[x.prompt for x in examples]} -> {texts}"
+            # a worker process has a deadline of its own
+            timeout_s = math.inf if function.process else function.timeout_s * len(places)
+            pool.submit(number, call, timeout_s, about)
         for number, answer, error in pool.all():
-            places = [*calls[number]]
-            if error is None:
-                values[places] = answer
-            # a line per failure would flood the log
-            if np.isnan(values[places]).any() and function.name not in self.warned:
-                self.warned.add(function.name)
+            places = calls[number]
+            for place, score in zip(places, answer or (), strict=False):
+                scores[place] = score
+            fails = any(scores[place] != scores[place] for place in places)  # NaN
+            if fails and function.name not in self.first_errors:
                 error = error or ValueError("no finite number")
                 said = f"{place_of(error)}{error!r:.200}"
-                self.warn(f"reward {function.name}: {said}; such completions get 0")
+                self.first_errors[function.name] = said
+                # a line per failure would flood the log
+                advice = "such completions count as the worst of their group"
+                self.warn(f"reward {function.name}: {said}; {advice}")
         pool.close()
-        if function.grouped:
-            return values.reshape(batch.shape)
-        return batch.spread(values[batch.distinct])
+        return scores if function.grouped else batch.spread([scores[i] for i in batch.distinct])

@@ -17,13 +17,14 @@ from .losses import KL_IN_REWARD, LossSpec
 from .model.encoding import encode_pairs
 from .model.frozen_model import FrozenModel
 from .model.tokenizer import Tokenizer
-from .rewards import RewardScorer, refuse_failing
+from .rewards import RewardScorer
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
+from .runtime.guard import RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import uniforms
 from .sampling.sampler import Sampler
-from .types import Example, RolloutBatch
+from .types import ConfigError, Example, RolloutBatch
 
 
 @dataclass(eq=False)
@@ -56,6 +57,12 @@ class RolloutBatches:
     dist: DistContext
     timer: PhaseTimer
 
+    @property
+    def scale(self) -> str:
+        """What divides advantages."""
+        given = self.config.loss.scale
+        return self.loss.scale if given == "auto" else given
+
     def batch(self, step: int) -> RolloutBatch:
         """This process's share: a pure function of the config, the step and the weights."""
         sampling = self.config.sampling
@@ -66,8 +73,6 @@ class RolloutBatches:
         work.clear()
         batch = self.roll_out(examples, step)
         assert batch.rewards is not None
-        if step == 0:
-            refuse_failing(batch.rewards)
         metrics: dict[str, float] = {}
         if sampling.dynamic_sampling:
             metrics["frac_reward_zero_std/drawn"] = float(batch.rewards.zero_variance.mean())
@@ -131,13 +136,12 @@ class RolloutBatches:
         settings = self.config.loss
         completions = batch.completions
         assert batch.rewards is not None
-        total = torch.from_numpy(batch.rewards.total)  # float64
+        total = torch.from_numpy(np.nan_to_num(batch.rewards.total))  # float64
         if total.shape[1] == 1:
             return torch.zeros(total.shape)  # nothing to compare with: the signal is a teacher's
-        scale = self.loss.scale if settings.scale == "auto" else settings.scale
+        scale = self.scale
         if settings.aggregate == "normalize-then-sum":
-            parts = {name: torch.from_numpy(x) for name, x in batch.rewards.parts.items()}
-            total = decoupled(parts, self.scorer.weights)
+            total = decoupled(batch.rewards.parts, self.scorer.weights)
             scale = "batch"
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
@@ -148,6 +152,9 @@ class RolloutBatches:
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(completions.completion_len, longest)
         total = self.dist.gather(total)
+        if scale == "mean" and (total < 0).any():
+            kind = RunFailed if step else ConfigError
+            raise kind("--loss maxrl and --scale mean need rewards that are never negative")
         if total.isfinite().all():
             everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
         else:

@@ -26,7 +26,7 @@ class Task:
 
     A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
     (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
-    A value of a part may be NaN for all completions of an example: the part does not concern it.
+    A value of a part may be None: the part does not concern the example. NaN is a failure.
     """
 
     parts: Mapping[str, float] = {}  # reward function -> weight in the total
@@ -51,10 +51,7 @@ class Task:
         raise NotImplementedError
 
     def longest(self, number: int) -> Sequence[Example]:
-        """The examples with the most characters, of a task that knows all of its examples.
-
-        A run checks before it starts that they fit the model.
-        """
+        """Known examples with the most characters: a run first checks that they fit the model."""
         return ()
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:

@@ -7,6 +7,7 @@ weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -20,7 +21,6 @@ from .learner import Learner
 from .metrics import rollout_metrics
 from .parts import Given, Parts
 from .resolve import resolve
-from .rewards import refuse_failing
 from .rollout import RolloutBatches, SupervisedBatches
 from .run import samples
 from .run.console import Console
@@ -28,11 +28,13 @@ from .run.logging import RunLog
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged
+from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
+from .types import digest
 
+MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
@@ -67,13 +69,14 @@ class Trainer:
         self.device = pick_device(self.config.speed.device, self.dist.local_rank)
         set_up_process(self.config.speed, self.device)
 
-        self.parts = Parts(self.config, self.device, self.console, given)
+        self.parts = Parts(self.config, self.device, self.console, given, folder)
         self.tokenizer = self.parts.tokenizer
         self.task = self.parts.task
         self.scorer = self.parts.scorer  # of the task
         loss = self.parts.loss  # users' files have been run, before weights are loaded
         self.model = self.parts.model  # fits the tokenizer
         self.parts.check_examples()  # they fit the model
+        self.dist.refuse_differences({**self.parts.digests(), "settings": digest(config.flat())})
         self.learner = Learner(  # gives all processes the model of the main one
             self.config,
             self.model,
@@ -93,6 +96,7 @@ class Trainer:
         )
         self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
+        self.failing = Counter[str]()  # of rewards, the steps in a row that they fail throughout
 
     def _batch_source(self) -> SupervisedBatches | RolloutBatches:
         prompts_per_step = self.config.sampling.prompts_per_step
@@ -122,8 +126,6 @@ class Trainer:
         """The logs, opened by the first step: until then a trainer changes no file of a run."""
         return self.run_dir.open_log(self.learner.state_dict())
 
-    # --- the loop -------------------------------------------------------------------------------
-
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         log = self.log
@@ -140,7 +142,8 @@ class Trainer:
             with StopRequest(self.console.warn) as request:
                 stopped = self._train(request)
                 state = self.learner.state_dict()
-                self.dist.on_main(lambda: self.run_dir.save_end(self.model, state))
+                base = self.parts.base
+                self.dist.on_main(lambda: self.run_dir.save_end(self.model, state, base))
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
@@ -191,7 +194,21 @@ class Trainer:
         metrics["step_time"] = time.perf_counter() - start
         log.step(step + 1, metrics)
         samples.log_group(log, batch, step + 1, self.tokenizer)
+        self._check_rewards(metrics)
         return metrics
+
+    def _check_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
+        most = 1 if self.step == 1 else MOST_FAILING
+        for name in self.scorer.names:
+            fails = (
+                metrics.get(f"rewards/{name}/failures") and f"rewards/{name}/mean" not in metrics
+            )
+            self.failing[name] = self.failing[name] + 1 if fails else 0
+            if self.failing[name] >= most:
+                first = self.scorer.first_errors.get(name, "in another process")
+                steps = f"{self.failing[name]} steps"
+                raise RunFailed(f"reward {name} fails on all completions, {steps}; first: {first}")
 
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been."""
@@ -200,8 +217,6 @@ class Trainer:
 
         def on_main() -> dict[str, Estimate]:
             evaluation = measure(self.sampler, self.scorer)
-            if self.step == 0:  # or its zeros would be the curve's first point
-                refuse_failing(evaluation.sampled.rewards)
             samples.log_held_out(self.log, evaluation.greedy, evaluation.sampled, self.step)
             return evaluation.measures
 

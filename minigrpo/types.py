@@ -1,7 +1,6 @@
 """The data that modules pass to each other: frozen dataclasses, each tensor with its shape.
 
-P prompts, of at most Lp tokens; G completions per prompt, of at most S tokens. Prompts are stored
-once per group, and padding is always on the right.
+P prompts, of at most Lp tokens, once per group; G completions per prompt, of at most S tokens.
 """
 
 import hashlib
@@ -12,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .errors import ConfigError as ConfigError
 
@@ -33,6 +33,13 @@ class Example:
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
     # schemas for the chat template; None: no dialogue, and a plain prompt is not made a message
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
+    # the row that it was read from, such as "a.jsonl, line 3"
+    place: str = field(default="", compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return self.place or f"example {self.index} ({self.prompt[:60]!r}...)"
 
 
 class Dialogue(str):
@@ -41,8 +48,8 @@ class Dialogue(str):
     messages: Sequence[Mapping[str, Any]] = ()  # after the prompt: role, content
     turns: int = 1  # of the policy
     cut: bool = False  # ended by a limit, although the environment had answered
-    failed: bool = False  # its environment raised an error or took too long
-    rewards: Mapping[str, float] = {}  # of its environment, by name
+    error: str = ""  # what its environment raised, or that it took too long
+    rewards: Mapping[str, float | None] = {}  # of its environment, by name; NaN after an error
 
     def __new__(cls, text: str, **fields: Any) -> "Dialogue":
         dialogue = super().__new__(cls, text)
@@ -53,9 +60,6 @@ class Dialogue(str):
 def digest(value: object) -> str:
     """Equal for values that are written alike, such as examples that ask the same."""
     return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
-
-
-# --- batches --------------------------------------------------------------------------------------
 
 
 class PerPrompt(Sized):
@@ -75,7 +79,7 @@ class PerPrompt(Sized):
         return type(self)(**moved)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Self:
-        """Some of the prompts, by their numbers, in any order; counts stay as they are."""
+        """Some of the prompts, by their numbers, in any order."""
         return type(self)(**{name: _selected(value, rows) for name, value in vars(self).items()})
 
     def split(self, num_prompts: int) -> list[Self]:
@@ -85,7 +89,7 @@ class PerPrompt(Sized):
         return [self.select(rows[start : start + num_prompts]) for start in starts]
 
     def join(self, other: Self) -> Self:
-        """These prompts and then others, padded to the longest; counts are added."""
+        """These prompts and then others, padded to the longest."""
         theirs = vars(other)
         return type(self)(**{name: _joined(x, theirs[name]) for name, x in vars(self).items()})
 
@@ -110,8 +114,7 @@ def _joined(first: Any, second: Any) -> Any:
     if isinstance(first, Tensor):
         if first.dim() > 1:
             width = max(first.shape[-1], second.shape[-1])
-            first = torch.nn.functional.pad(first, (0, width - first.shape[-1]))
-            second = torch.nn.functional.pad(second, (0, width - second.shape[-1]))
+            first, second = (pad(x, (0, width - x.shape[-1])) for x in (first, second))
         return torch.cat([first, second])
     return None if first is None else first + second
 
@@ -120,8 +123,7 @@ def _joined(first: Any, second: Any) -> Any:
 class Completions(PerPrompt):
     """Sampled completions, or the true answers in supervised fine-tuning.
 
-    In a dialogue, a completion is all that follows the prompt: the turns of the policy, and between
-    them what the environment said, whose tokens are outside the mask. The last token is sampled.
+    In a dialogue, all that follows the prompt, up to the last turn's end, is one completion.
     """
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
@@ -130,6 +132,7 @@ class Completions(PerPrompt):
     completion_mask: Tensor  # [P, G, S] bool, true for tokens that the policy sampled
     sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
+    stopped: Tensor | None = None  # [P, G] bool, the completion ends with a stop text
 
     @property
     def completion_len(self) -> Tensor:
@@ -138,10 +141,11 @@ class Completions(PerPrompt):
         return (self.completion_mask * columns).amax(-1)
 
     def ended(self, stops: Collection[int]) -> Tensor:
-        """`[P, G]` bool: the completion ends with a stop token; otherwise it was cut off."""
+        """`[P, G]` bool: the completion ends with a stop token or text, and was not cut off."""
         last_column = (self.completion_len - 1).clamp(min=0)[..., None]
         last_token = self.completion_ids.gather(-1, last_column)[..., 0]
-        return torch.isin(last_token, torch.tensor(sorted(stops), dtype=torch.int64))
+        ended = torch.isin(last_token, torch.tensor(sorted(stops), dtype=torch.int64))
+        return ended if self.stopped is None else ended | self.stopped
 
     @property
     def behavior_logp(self) -> Tensor | None:
@@ -155,22 +159,23 @@ class Completions(PerPrompt):
 class RewardTable(PerPrompt):
     """Scores of P x G texts by reward function; `total` is the weighted sum."""
 
-    total: np.ndarray  # [P, G] float64
+    total: np.ndarray  # [P, G] float64, NaN where a paid reward failed throughout the batch
     parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
-    failures: Mapping[str, int] = field(default_factory=dict)  # part -> completions it failed on
+    # name -> [P, G] bool: the reward failed there, and the part has the worst value of the group
+    failed: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def zero_variance(self) -> np.ndarray:
         """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
-        return self.total.max(1) == self.total.min(1)
+        known = np.nan_to_num(self.total)
+        return known.max(1) == known.min(1)
 
 
 @dataclass(frozen=True)
 class RolloutBatch(PerPrompt):
     """A step's batch. The learner itself fills in `old_logp`.
 
-    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. There are five
-    kinds:
+    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature:
     sampler_logp: the policy's, by the sampler's forward; what tokens are drawn from before top-k,
         top-p and min-p.
     behavior_logp: the same, renormalised over the tokens that these keep.

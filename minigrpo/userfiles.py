@@ -12,7 +12,6 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -35,9 +34,7 @@ __path__: list[str] = []  # modules may lie below this one, as if it were a pack
 class UserFileFinder(MetaPathFinder):
     """Finds the file of a module by its name."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if not fullname.startswith(PREFIX):
             return None
         file = unquote(fullname.removeprefix(PREFIX)) + SUFFIX
@@ -48,10 +45,7 @@ sys.meta_path.append(UserFileFinder())
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """The module of a Python file. It is run: trust it. An error in it is raised as it is.
-
-    Raises OSError if there is no such file, and ConfigError if its name does not end in .py.
-    """
+    """The module of a Python file. It is run: trust it. An error in it is raised as it is."""
     file = Path(path).resolve(strict=True)
     if file.suffix != SUFFIX:
         raise ConfigError(f"{path}: is not a Python file, FILE.py")

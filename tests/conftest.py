@@ -13,11 +13,14 @@ import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from torch import Tensor
 
 from minigrpo.model.transformer import Transformer
+from minigrpo.sampling.decoder import Decoder
 from minigrpo.types import Completions
 
 from . import steps
@@ -71,6 +74,19 @@ def model(request: pytest.FixtureRequest) -> Transformer:
 @pytest.fixture(params=[0, 1])
 def completions(request: pytest.FixtureRequest) -> Completions:
     return steps.make_completions(request.param)
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Slots, tokens per slot, and the spread of columns, of every round of a decoder."""
+    seen, step = list[tuple[int, int, int]](), Decoder.step
+
+    def watched(self: Decoder, tokens: Tensor, columns: Tensor, *args: Any) -> Tensor:
+        seen.append((*tokens.shape, int(columns.max() - columns.min())))
+        return step(self, tokens, columns, *args)
+
+    monkeypatch.setattr(Decoder, "step", watched)
+    return seen
 
 
 @pytest.fixture(scope="session")

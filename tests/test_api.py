@@ -1,26 +1,39 @@
 """`minigrpo.train`: objects in place of names and files, and the run that it returns."""
 
+import contextlib
+import copy
+import json
 import math
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import minigrpo
 from minigrpo.config import Config
-from minigrpo.defaults import Size, settings_for
+from minigrpo.losses import Clip, LossInputs, LossSpec, per_token
 from minigrpo.metrics import Graded, headline
+from minigrpo.model import lora
+from minigrpo.model.encoding import encode_prompt
 from minigrpo.model.transformer import ModelShape
 from minigrpo.parts import Given, Parts
 from minigrpo.resolve import resolve
+from minigrpo.run.console import Console
+from minigrpo.run.logging import read_jsonl
+from minigrpo.runtime.guard import RunFailed
+from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.tools.cli import main
+from minigrpo.tools.common import ModelArguments, config_of
 from minigrpo.tools.doctor import RIGHT_SHARE, diagnose
 from minigrpo.tools.runs import read_run
 from minigrpo.types import REWARD, ConfigError, Example, RewardTable
@@ -71,6 +84,52 @@ def test_a_run_returns_what_it_logged(run: Any) -> None:
     assert sum(x.numel() for x in run.model.state_dict().values())
 
 
+def test_a_reward_that_dies_ends_the_run_which_can_go_on(model: str, tmp_path: Path) -> None:
+    """After the first step it fails three times on all completions; a step later it would not."""
+    steps = list[int]()
+    dead = True
+
+    def judge(example: Example, text: str) -> float:
+        if steps and dead:
+            raise ConnectionError("gone")
+        return float(len(text))
+
+    def train(**settings: Any) -> Any:
+        given = {"model": model, "data": ROWS, "rewards": [digits, judge], "out_dir": tmp_path}
+        options = {**SIZES, "max_steps": 5, "eval_every": 0, **settings}
+        return minigrpo.train(**given, callbacks=[lambda step, _: steps.append(step)], **options)
+
+    with pytest.raises(RunFailed, match="judge.*gone"):
+        train()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["step"], steps) == ("failed", 4, [1, 2, 3])
+    dead = False
+    assert train(resume="auto").summary["step"] == 5
+
+
+def broken(example: Example, text: str) -> float:
+    return float(example.fields["no such column"])
+
+
+def below(example: Example, text: str) -> float:
+    return -1.0
+
+
+def test_rewards_that_never_work_or_may_not_be_negative_are_refused(
+    model: str, tmp_path: Path
+) -> None:
+    """Nobody knows what a broken one would have paid: 0 might be the best of the curve."""
+    given = {"model": model, "data": ROWS, **SIZES}
+    with pytest.raises(RunFailed, match="broken.*no such column"):
+        minigrpo.train(**given, rewards=[digits, broken], out_dir=tmp_path / "a")
+    (evaluation,) = read_jsonl(tmp_path / "a" / "eval.jsonl")
+    (metrics,) = read_jsonl(tmp_path / "a" / "metrics.jsonl")
+    assert evaluation["reward"] is None and "reward" not in metrics
+    with pytest.raises(ConfigError):
+        minigrpo.train(**given, rewards=below, loss="maxrl", out_dir=tmp_path / "b")
+    assert not read_jsonl(tmp_path / "b" / "metrics.jsonl")
+
+
 def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
     found = read_run(run.folder, print)
     assert found.success == headline(found.evaluations[-1]) == REWARD
@@ -100,8 +159,6 @@ def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_p
 
 
 def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: Path) -> None:
-    from minigrpo.tasks.chess_env import ChessEnv
-
     model = minigrpo.Transformer.from_pretrained(tiny.tiny_chess_model(tmp_path / "model"))
     seen: list[int] = []
     sizes = {**SIZES, "reward_weights": {"similarity": 1.0}}
@@ -151,16 +208,13 @@ def test_what_is_right_can_be_said_by_a_function() -> None:
     assert np.array_equal(unsaid.measures["reward"], rewards.total.mean(1))
 
 
-class Counter:
-    """A callable object."""
-
-    def __call__(self, example: Example, text: str) -> float:
-        return float(len(text))
-
-
 def test_rewards_are_any_callables_of_the_right_form() -> None:
+    class Counter:
+        def __call__(self, example: Example, text: str) -> float:
+            return float(len(text))
+
     (made,) = Parts(Config(), given=Given.of(rewards=Counter())).functions
-    assert made.name == "Counter" and made.values([Example("a")], ["abc"]).tolist() == [3]
+    assert made.name == "Counter" and made.scores([Example("a")], ["abc"]) == [3]
     wrong: list[Callable[..., Any]] = [
         lambda prompts, completions, **columns: [0.0],
         lambda text: 0.0,
@@ -170,35 +224,83 @@ def test_rewards_are_any_callables_of_the_right_form() -> None:
             minigrpo.reward(**options)(function)
 
 
-def test_a_reward_that_never_works_ends_the_run(model: str, tmp_path: Path) -> None:
-    def broken(example: Example, text: str) -> float:
-        return float(example.fields["no such column"])
+def checked(model: str, rows: list[Any], **settings: Any) -> Parts:
+    """The parts of a run with these rows, which have been checked."""
+    config = Config.of(model=model, max_new_tokens=8, task="prompts", **settings)
+    config = config.replace(task_args={"judge": "none"})
+    given = Given.of(data=rows, rewards=digits)
+    parts = Parts(resolve(config, given), console=Console(), given=given)
+    parts.check_examples()
+    return parts
 
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"prompt": "a" * 900}, {}),
+        ({"prompt": [{"role": "user", "content": "a<|im_end|>"}]}, {}),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": [{"x": 1}]}, {}),
+        ({"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": "x"}, {}),
+        ({"prompt": "a"}, {"teacher_context": "hint"}),
+        ({"prompt": "a", "environment": "none"}, {"environment": "shop.py:Shop"}),
+    ],
+)
+def test_what_is_refused_late_names_its_row(
+    model: str, row: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text("class Shop:\n    def reset(self): ...\n")
+    template = tiny.QWEN_TEMPLATE.replace("tool | tojson", "tool.function.name")
+    (tmp_path / "own.jinja").write_text(template)
+    rows = [{"prompt": f"{i}?", "hint": "b"} for i in range(6)]
+    rows.insert(4, row)
+    with contextlib.chdir(tmp_path), pytest.raises(ConfigError) as error:
+        checked(model, rows, chat_template="own.jinja", **settings)
+    assert "row 5" in str(error.value)
+
+
+def test_what_does_nothing_in_rows_is_said_once(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rendered = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    plain = [{"prompt": f"{i}?"} for i in range(20)]
+    for rows, settings, warnings in [
+        (plain, {}, 0),
+        (ROWS, {}, 0),
+        ([{"prompt": rendered.format(i)} for i in range(20)], {}, 1),
+        ([{**row, "chat_template_kwargs": {"enable_thinking": False}} for row in ROWS], {}, 1),
+        (ROWS, {"chat_args": "enable_thinking=false"}, 1),
+    ]:
+        checked(model, rows, **settings)
+        assert capsys.readouterr().err.count("warning") == warnings
+
+
+def test_variables_of_the_template_count_wherever_a_run_is_used(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(tiny.QWEN_TEMPLATE + "{{ mood }}")
+    given: dict[str, Any] = {"model": model, "data": ROWS, "rewards": digits, **SIZES}
+    settings = {"chat_template": str(template), "chat_args": {"mood": "glad"}, "max_steps": 1}
+    out = tmp_path / "run"
+    run = minigrpo.train(out_dir=out, **{**given, **settings})
+    parts = Parts(config_of(ModelArguments(run=str(out)), {}))
+    for tokenizer in (run.trainer.tokenizer, parts.tokenizer):
+        ids = encode_prompt(tokenizer, run.trainer.task.held_out(0))
+        assert tokenizer.text_of(ids).endswith("assistant\nglad")
+        assert tokenizer.turn_end == tokenizer.special["<|im_end|>"]
+    assert call("export", out, "--out", tmp_path / "exported") == 0
+    assert "glad" in capsys.readouterr().out
+    again: dict[str, Any] = {**given, **settings, "resume": "auto", "chat_args": {"mood": "sad"}}
     with pytest.raises(ConfigError):
-        minigrpo.train(model=model, data=ROWS, rewards=[digits, broken], out_dir=tmp_path, **SIZES)
-    assert not (tmp_path / "eval.jsonl").read_text()  # its zeros would be the first of the curve
+        minigrpo.train(out_dir=out, **again)
 
 
 def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path) -> None:
-    def interrupt(step: int, metrics: Mapping[str, float]) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
     job = {"model": model, "data": ROWS, "rewards": digits, "out_dir": tmp_path, **SIZES}
     with pytest.raises(KeyboardInterrupt):
-        minigrpo.train(**job, callbacks=[interrupt])
+        minigrpo.train(**job, callbacks=[lambda *_: os.kill(os.getpid(), signal.SIGINT)])
     assert (tmp_path / "checkpoints" / "step_000001").is_dir()
     assert minigrpo.train(**job, resume="auto").summary["step"] == 4
-
-
-def test_a_transformer_gets_the_defaults_of_its_size() -> None:
-    class Large:
-        shape = ModelShape(10, 4096)
-
-        def parameters(self) -> list[Any]:
-            return [SimpleNamespace(numel=lambda: 500_000_000)]
-
-    fitted = settings_for(Size.of(Large()), {"lora_rank": 4})
-    assert fitted["learning_rate"] == 1e-5 and fitted["max_new_tokens"] == 512
 
 
 SCRIPT = """
@@ -224,3 +326,59 @@ def test_torchrun_runs_the_same_script(run: Any, model: str, tmp_path: Path) -> 
     one, *two = (load_file(Path(f) / "model.safetensors") for f in (run.folder, *folders))
     for name, x in one.items():
         assert all(np.allclose(x, other[name], atol=1e-4) for other in two)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_lower_precision_is_trained_in_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = minigrpo.Transformer(ModelShape(360)).to(dtype)
+    settings = {**tiny.TINY, "learning_rate": 1e-6, "max_steps": 1, "eval_every": 0, "quiet": True}
+    minigrpo.train(model=model, out_dir=tmp_path / "run", **settings)
+    weight = model.h[0].mlp.c_fc.weight
+    assert weight.dtype == torch.float32
+    assert (weight != weight.to(dtype).float()).float().mean() > 0.9
+
+
+def test_a_model_with_adapters_gets_those_that_are_asked_for() -> None:
+    model = minigrpo.Transformer(ModelShape(360))
+    lora.add_adapters(model, rank=2)
+    parts = Parts(resolve(Config.of(lora_rank=3)), given=Given.of(model=model))
+    assert {len(layer.lora_A) for layer in lora.adapters(parts.model).values()} == {3}
+
+
+def test_a_model_of_another_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        minigrpo.train(model=torch.nn.Linear(2, 2), out_dir=tmp_path / "run", **SIZES)
+    assert not (tmp_path / "run").exists()
+
+
+def plain(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.ratio * inputs.advantages
+
+
+SPECS = [
+    LossSpec(),
+    LossSpec(scale="none"),
+    LossSpec(clip=Clip(high=0.3)),
+    LossSpec(weights=per_token),
+    LossSpec(surrogate=plain),
+    LossSpec(surrogate=partial(plain, 1)),
+    LossSpec(surrogate=partial(plain, 2)),
+    LossSpec(surrogate=plain, needs_entropy=True),
+]
+
+
+def test_losses_of_the_callers_are_told_apart_by_a_resume() -> None:
+    texts = [Given.of(loss=spec).as_settings()["loss"] for spec in SPECS]
+    assert len(set(texts)) == len(SPECS)
+    assert texts == [Given.of(loss=copy.copy(spec)).as_settings()["loss"] for spec in SPECS]
+
+
+def test_a_first_look_at_the_hub_that_fails_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 0.5 B would be trained with the rate of a demo."""
+    asked = Mock(side_effect=[ConnectionError("reset"), "a folder"])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
+    with pytest.raises(ConfigError):
+        Config.of(model="org/name")
+    assert asked.call_count == 1

@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from minigrpo.config import places
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minigrpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BUDGET = {"lines": 11_400, "tokens": 76_000, "files": 92, "raises": 110, "settings": 78}
+BUDGET = {"lines": 11_400, "tokens": 77_100, "files": 92, "raises": 115, "settings": 78}
 # the files that show a whole step
 STEP = (
     *("trainer", "rollout", "learner", "losses", "advantages", "types"),
@@ -148,7 +149,8 @@ def test_losses_know_no_model_and_chess_stays_in_its_rooms() -> None:
     assert all(name == "fen.py" or name.startswith(("tasks/", "tools/")) for name in chess)
 
 
-def test_settings_are_read_without_torch() -> None:
-    """`--help` must not wait for torch."""
-    found = {x for x in imports(PACKAGE / "config.py") if x.startswith("minigrpo")}
-    assert found == {f"minigrpo.{name}" for name in ("defaults", "errors", "trl_words")}
+def test_the_wheel_has_every_folder_with_code() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {*project["tool"]["setuptools"]["packages"]}
+    folders = {file.parent.relative_to(ROOT) for file in FILES}
+    assert {".".join(folder.parts) for folder in folders} <= packages

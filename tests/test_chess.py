@@ -8,8 +8,6 @@ from typing import Any
 
 import chess
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minigrpo.fen import is_valid_fen, transition
 from minigrpo.task import Task
@@ -19,19 +17,19 @@ from minigrpo.tasks.chess_files import parse_line, position_of
 from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, position_is_held_out
 from minigrpo.types import Example
 
+from .tiny import GOLDEN
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 START = chess.STARTING_FEN
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 
 
 def parts_of(example: Example) -> tuple[str, str]:
-    """The position and the move of a chess-env question."""
     fen, move, *_ = example.prompt.removeprefix("A: ").split("+")
     return fen, move
 
 
 def everything(task: Task) -> tuple[list[Example], list[Example]]:
-    """All examples of a task on files."""
     assert task.questions is not None and task.num_held_out
     number = len(task.source._train)  # type: ignore[attr-defined]
     held_out = [task.held_out(i) for i in range(task.num_held_out)]
@@ -100,61 +98,14 @@ def test_parts_of_a_successor() -> None:
         assert parts == dict(zip(names, values, strict=True)), text
 
 
-@given(st.text() | st.sampled_from(["+" * 1000, "\ud800", f"{AFTER_E4} e3 0 1+١.001+0+0"]))
-def test_any_text_has_parts_between_0_and_1(text: str) -> None:
-    assert all(0 <= value <= 1 for value in ChessEnv(0).score(QUIET, text).values())
-
-
 # --- files of games -------------------------------------------------------------------------------
-
-GOOD = """[Event "comments, clocks, variations, NAGs"]
-[White "Müller"]
-
-1. e4 {[%clk 0:10:00] best by test} e5 $1 2. Nf3 (2. f4 exf4 (2... d5!?) 3. Nf3) 2... Nc6
-3. Bc4 {
-[%clk 0:09:50]} Nf6 4. Ng5 d5 5. exd5 Na5 ; a comment to the end of the line, 6. Bb5+
-6. O-O Bd6 7. Qh5?! O-O 8. Qxf7+ Rxf7 9. d4 e4 10. f4 exf3 1-0
-
-[Event "mate"]
-
-1. f3 e5 2. g4 Qh4# 0-1
-
-[Event "from a position"]
-[SetUp "1"]
-[FEN "4k3/P6p/8/8/8/8/8/4K3 w - - 3 40"]
-
-40. a8=Q+ Kd7 41. Qb7+ Ke6 *
-
-[Event "broken off"]
-
-1. e4 e5 2. Nf3 *
-"""
-BAD = """
-[Event "illegal"]
-
-1. e4 e5 2. Ke3 Nc6 3. Nf3 1/2-1/2
-
-[Event "null move"]
-
-1. e4 -- 2. d4 d5 *
-
-[Event "no such position"]
-[SetUp "1"]
-[FEN "8/8/8/8/8/8/8/K7 w - - 0 1"]
-
-1. Ka2 *
-
-[Event "another game"]
-[Variant "Crazyhouse"]
-
-1. e4 d5 2. exd5 Qxd5 3. Nc3 Qd8 4. P@d5 *
-"""
 
 
 @pytest.fixture
 def games(tmp_path: Path) -> Path:
+    """Four good games, and four that are none."""
     path = tmp_path / "games.pgn.gz"
-    path.write_bytes(gzip.compress((GOOD + BAD).encode()))
+    path.write_bytes(gzip.compress((GOLDEN / "games.pgn").read_bytes()))
     return path
 
 

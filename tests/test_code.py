@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,11 +122,8 @@ def test_a_setup_and_imports_run_before_the_tests() -> None:
 
 
 def test_a_system_that_cannot_run_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> list[bool]:
-        raise OSError
-
     task = Code(0)
-    monkeypatch.setattr("minigrpo.tasks.code.run_tests", refuse)
+    monkeypatch.setattr("minigrpo.tasks.code.run_tests", Mock(side_effect=OSError))
     with pytest.raises(OSError):
         RewardScorer(task, workers=2).score([task.train(0)], [["x"]])
 

@@ -4,6 +4,7 @@ import contextlib
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tomli_w
@@ -14,6 +15,7 @@ from minigrpo import Trainer, defaults
 from minigrpo.config import Config, places, read_flags, read_pairs, settle
 from minigrpo.defaults import TASKS, Size, settings_for
 from minigrpo.tools.cli import run_command
+from minigrpo.tools.common import ModelArguments, parse
 from minigrpo.trl_words import TRL_WORDS, hint
 from minigrpo.types import ConfigError
 
@@ -79,20 +81,14 @@ def test_a_start_builds_a_config_twice_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From what is given, and with what names stand for."""
-    built: list[Any] = []
-    validate = Config.model_validate
-
-    def counted(settings: Any) -> Config:
-        built.append(settings)
-        return validate(settings)
-
-    monkeypatch.setattr(Config, "model_validate", counted)
+    validate = Mock(wraps=Config.model_validate)
+    monkeypatch.setattr(Config, "model_validate", validate)
     model = tiny.tiny_chess_model(tmp_path / "model")
     settings = {**tiny.TINY, "model": model, "out_dir": tmp_path / "run"}
     settings["reward_weights"] = "similarity=1"
     config, why = settle(read_flags(tiny.flags(settings)))
     Trainer(config, why=why, quiet=True)
-    assert len(built) == 2
+    assert validate.call_count == 2
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
@@ -107,9 +103,8 @@ def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
 
 def test_a_flag_takes_a_value_or_is_a_switch() -> None:
     words = ["--use-amp", "--amp-dtype", "float16", "--no-parallel-rewards"]
-    config = Config.from_cli([*words, "--num-reward-workers", "3"])
-    assert config.speed.use_amp and config.speed.amp_dtype == "float16"
-    assert not config.speed.parallel_rewards and config.speed.num_reward_workers == 3
+    given = {"use_amp": True, "amp_dtype": "float16", "parallel_rewards": False}
+    assert Config.from_cli(words) == Config.of(**given)
 
 
 words = st.from_regex(r"[a-z]+", fullmatch=True)
@@ -122,6 +117,7 @@ settings = st.fixed_dictionaries(
         "clip_high": st.none() | st.floats(0, 3),
         "system": st.text(st.characters(exclude_categories=["Cs"])),
         "task_args": st.dictionaries(words, st.integers()),
+        "chat_args": st.dictionaries(words, st.booleans() | st.sampled_from(["false", "1", ""])),
         "reward_weights": st.dictionaries(words, st.floats(-1, 1)),
     },
 )
@@ -135,6 +131,17 @@ def test_a_written_config_is_read_as_it_was(
     file = tmp_path_factory.mktemp("written") / "config.toml"
     file.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)))
     assert Config.from_toml(file) == config
+
+
+def test_variables_of_the_chat_template_keep_their_types() -> None:
+    words = 'enable_thinking=false,name=x,1,n=3,list=[1, "a"],day=2024-01-02'
+    values = {"enable_thinking": False, "name": "x,1", "n": 3, "list": [1, "a"]}
+    values["day"] = "2024-01-02"
+    for config in (Config.from_cli(["--chat-args", words]), Config.of(chat_args=words)):
+        assert config.model.chat_args == values
+        assert config.replace(group_size=3).model.chat_args["enable_thinking"] is False
+    with pytest.raises(ConfigError):
+        Config.of(chat_args="false")
 
 
 def test_pairs_are_separated_by_commas_before_a_name() -> None:
@@ -166,10 +173,16 @@ def test_settings_that_cannot_work_are_refused_however_they_are_given(bad: dict[
     assert ended.value.code == 2
 
 
-def test_every_preset_is_valid_and_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_is_valid_and_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
     for preset in ROOT.glob("configs/*.toml"):
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
+    monkeypatch.chdir(tmp_path)
+    assert Config.from_toml("qwen3-0.6b").model.chat_args == {"enable_thinking": False}
+    assert (Path(Config.from_toml("chess-sft").model.name) / "config.json").is_file()
+    assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 @pytest.mark.parametrize(
@@ -182,10 +195,44 @@ def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> Non
         Config.from_toml(file)
 
 
-def test_a_preset_finds_its_shape_from_any_folder(
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlong": "punish"},
+        {"kl": "k1_reward", "kl_coef": 0.1},
+        {"reward_weights": {"right": 1, "long": -0.5}},
+    ],
+    ids=str,
+)
+def test_rewards_that_can_be_negative_are_not_divided_by_their_mean(
+    settings: dict[str, Any],
+) -> None:
+    for by_mean in ({"loss": "maxrl"}, {"scale": "mean"}):
+        with pytest.raises(ConfigError):
+            Config.of(**by_mean, **settings)
+    Config.of(loss="maxrl", scale="group", **settings)
+    Config.of(loss="maxrl", aggregate="normalize-then-sum", **settings)
+    Config.of(loss="maxrl", kl="k1_reward")
+
+
+def test_a_tilde_is_the_users_folder_in_every_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
-    monkeypatch.chdir(tmp_path)
-    assert (Path(Config.from_toml("chess-sft").model.name) / "config.json").is_file()
-    assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny.tiny_chess_model(tmp_path / "model")
+    paths = {
+        "model": "~/model",
+        "data": "a.jsonl, ~/b~1.jsonl,~/c.jsonl",
+        "loss": "~/l.py:own",
+        "out_dir": "~/runs",
+        "kl_coef": 0.1,
+        **dict.fromkeys(("eval_data", "rewards", "environment", "tokenizer"), "~/x"),
+        **dict.fromkeys(("chat_template", "reference", "teacher", "resume", "task"), "~/x"),
+    }
+    expected = {k: v.replace("~/", f"{tmp_path}/") for k, v in paths.items() if k != "kl_coef"}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(paths))
+    for config in (Config.of(**paths), Config.from_cli(tiny.flags(paths))):
+        assert {name: config.flat()[name] for name in expected} == expected
+    assert Config.from_toml("~/run.toml") == Config.of(**paths)
+    arguments = parse(ModelArguments, ["~/model", "--data", "~/x"], "prog")[0]
+    assert (arguments.run, arguments.data) == (str(tmp_path / "model"), str(tmp_path / "x"))

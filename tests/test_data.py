@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minigrpo.parts import Given
 from minigrpo.task import Task
 from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
 from minigrpo.tasks.data import (
@@ -17,7 +19,9 @@ from minigrpo.tasks.data import (
     parse_any,
     parse_episode,
     parse_pair,
+    plain,
     question_key,
+    rows_of,
     tell_apart,
 )
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
@@ -28,13 +32,12 @@ from .tiny import write_jsonl as write
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
 
 
-def rows_of(*data: Path, eval_data: tuple[Path, ...] = (), seed: int = 0) -> Rows:
+def rows_in(*data: Path, eval_data: tuple[Path, ...] = (), seed: int = 0) -> Rows:
     return Rows(seed, data, eval_data, parse_pair)
 
 
 def splits(task: Task, epoch: int) -> tuple[list[Example], list[Example]]:
     """The training examples of one epoch, of that many rows, and all held-out ones."""
-    assert task.num_held_out
     held_out = [task.held_out(i) for i in range(task.num_held_out)]
     return [task.train(i) for i in range(epoch)], held_out
 
@@ -51,18 +54,18 @@ def test_a_tenth_of_questions_is_held_out_by_a_hash_of_the_question_alone(tmp_pa
     expected = {row["prompt"] for row in SUMS if is_held_out(row["prompt"])}
     assert 20 < len(expected) < 60
     for seed in (0, 1):
-        rows = rows_of(path, seed=seed)
+        rows = rows_in(path, seed=seed)
         train, held_out = splits(rows, 400 - len(expected))
         assert prompts(held_out) == expected
         assert prompts(train) == {row["prompt"] for row in SUMS} - expected
-    part = rows_of(write(tmp_path / "part.jsonl", SUMS[100:300]))  # whatever else is in the file
+    part = rows_in(write(tmp_path / "part.jsonl", SUMS[100:300]))  # whatever else is in the file
     assert prompts(splits(part, 0)[1]) == expected & {row["prompt"] for row in SUMS[100:300]}
 
 
 def test_eval_data_is_held_out_whole_and_its_questions_are_not_trained_on(tmp_path: Path) -> None:
     train = write(tmp_path / "my-test.jsonl", SUMS[:100])  # a name decides nothing
     held_out = write(tmp_path / "train.jsonl", SUMS[80:120])
-    rows = rows_of(train, eval_data=(held_out,))
+    rows = rows_in(train, eval_data=(held_out,))
     trained, evaluated = splits(rows, 80)
     assert [example.prompt for example in evaluated] == [row["prompt"] for row in SUMS[80:120]]
     assert prompts(trained) == {row["prompt"] for row in SUMS[:80]}
@@ -81,7 +84,7 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
         for n, form in enumerate(forms)
     ]
     path = write(tmp_path / "a.jsonl", lines)
-    rows = rows_of(path)
+    rows = rows_in(path)
     num_trained = 300 - 3 * rows.num_held_out
     trained, evaluated = splits(rows, num_trained)
     keys = [{question_key(x.prompt) for x in examples} for examples in (trained, evaluated)]
@@ -92,7 +95,7 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
         assert hashes.tolist() == sorted(map(fingerprint, questions))
     # each line is trained on, also one with another answer
     assert len({(x.prompt, x.fields["id"]) for x in trained}) == num_trained
-    both = rows_of(path, eval_data=(write(tmp_path / "b.jsonl", lines[::30]),))
+    both = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", lines[::30]),))
     kept = {question_key(line["prompt"]) for line in lines[::30]}
     assert both.num_held_out == len(kept) == 10
     assert not kept & {question_key(x.prompt) for x in splits(both, 270)[0]}
@@ -100,12 +103,12 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
 
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", SUMS)
-    rows = rows_of(path, seed=3)
+    rows = rows_in(path, seed=3)
     n = 400 - rows.num_held_out
     examples = [rows.train(i) for i in range(2 * n)]
     first, second = ([x.prompt for x in epoch] for epoch in (examples[:n], examples[n:]))
     assert sorted(first) == sorted(second) and first != second and len(set(first)) == n
-    again, other = rows_of(path, seed=3), rows_of(path, seed=4)
+    again, other = rows_in(path, seed=3), rows_in(path, seed=4)
     assert examples[n:] == [again.train(n + i) for i in range(n)]  # in any order of the calls
     assert first != [other.train(i).prompt for i in range(n)]
     # a number for each place, so that a prompt is sampled anew in the next epoch
@@ -116,7 +119,7 @@ def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
     few = [row for row in SUMS if not is_held_out(row["prompt"])][:3]  # none by its hash
     given = Rows(0, (few,), (), parse_pair)
     assert given.num_held_out == 1
-    assert splits(given, 2) == splits(rows_of(write(tmp_path / "a.jsonl", few)), 2)
+    assert splits(given, 2) == splits(rows_in(write(tmp_path / "a.jsonl", few)), 2)
     with pytest.raises(ConfigError):
         Rows(0, ([*few, {"answer": "1"}],), (), parse_pair)
 
@@ -146,7 +149,7 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
         for held_out in ((), (path,)):  # or all of it is held out
             with pytest.raises(ConfigError):
-                rows_of(path, eval_data=held_out)
+                rows_in(path, eval_data=held_out)
     with pytest.raises(ConfigError):
         load_task("prompts", seed=0)
 
@@ -179,7 +182,7 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
     for line in BAD_LINES:
         path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()))
         with pytest.raises(ConfigError) as error:
-            rows_of(path)
+            rows_in(path)
         assert str(path) in str(error.value) and "42" in str(error.value), line
         assert "\n" not in str(error.value)
 
@@ -193,7 +196,7 @@ def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
     ]
     for head, end in (("", "\n"), ("\ufeff", "\r\n")):
         path.write_bytes((head + end.join(lines)).encode())
-        rows = rows_of(path)
+        rows = rows_in(path)
         trained, evaluated = splits(rows, 60 - rows.num_held_out)
         assert prompts(trained) | prompts(evaluated) == {f"{i}\u2028\x85 " for i in range(60)}
         assert {example.answer for example in trained} == {"é "}
@@ -209,9 +212,9 @@ def test_the_keys_of_published_files_are_known() -> None:
         ({"prompt": "a", "answer": math.nan, "solution": 0.5}, "0.5"),  # pandas' missing value
     ]
     for record, answer in expected:
-        row = parse_pair(record)
+        row = parse_pair(plain(record))
         assert (row.question, row.example.prompt, row.example.answer) == ("a", "a", answer)
-        assert row.example.fields == record and not row.example.messages
+        assert row.example.fields == plain(record) and not row.example.messages
 
 
 USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
@@ -227,16 +230,124 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
         ({"messages": np.array([USER, FOUR]), "answer": np.float64(4)}, "4.0"),  # from Arrow
         ({"messages": [PARTS], "answer": "four"}, "four"),
     ]:
-        row = parse_pair(record)
+        row = parse_pair(plain(record))
         assert (row.question, row.example.answer) == ("2+2?", answer)
         assert row.example.messages == (USER,)
-        assert row.example.fields == record
+        assert row.example.fields == plain(record)
     for record in ({"prompt": [USER]}, {"prompt": "2+2?"}):
         assert parse_any(record).question == "2+2?" and parse_any(record).example.answer == ""
         with pytest.raises(ValueError):
             parse_pair(record)
     with pytest.raises(ValueError):
-        parse_any({"prompt": "2+2?", "answer": [4]})
+        parse_pair({"prompt": "2+2?", "answer": [4]})
+    # nothing reads it without a judge
+    assert parse_any({"prompt": "2+2?", "answer": [4], "solution": 5}).example.answer == "5"
+
+
+BEGUN = {"role": "assistant", "content": "Let me think.\n<think>"}
+
+
+@pytest.mark.parametrize(
+    ("record", "messages", "answer"),
+    [
+        ({"prompt": "2+2?", "messages": [USER, FOUR], "answer": "5"}, [], "5"),
+        ({"prompt": [USER], "messages": [{**USER, "content": "x"}, FOUR]}, [USER], ""),
+        ({"prompt": [USER, BEGUN], "messages": [USER, FOUR]}, [USER, BEGUN], ""),
+        ({"prompt": [USER, BEGUN], "answer": 4}, [USER, BEGUN], "4"),
+        ({"prompt": [USER, BEGUN], "completion": [FOUR]}, [USER, BEGUN], "4"),
+        ({"prompt": None, "messages": [USER, FOUR]}, [USER], "4"),
+        ({"question": "x", "messages": [USER, FOUR]}, [USER], "4"),
+    ],
+)
+def test_a_prompt_counts_above_messages_and_may_begin_the_answer(
+    record: dict[str, Any], messages: list[Any], answer: str
+) -> None:
+    row = parse_any(plain(record))
+    assert [*row.example.messages] == messages and row.example.answer == answer
+    assert row.question == row.example.prompt == "2+2?"  # the beginning asks nothing
+
+
+def tool(name: str, **types: str) -> dict[str, Any]:
+    properties = {key: {"type": value} for key, value in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": [*types]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def calling(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": x} for x in calls]}
+
+
+ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
+LOOK = {"name": "look", "arguments": {"word": "tea", "deep": {"n": 1}}}
+CALLERS: list[dict[str, Any]] = [  # the calls have different arguments
+    {
+        "prompt": [{**USER, "content": f"{i}?"}, calling(*calls), {"role": "tool", "content": "4"}],
+        "answer": str(i),
+        "tools": [tool("add", a="integer", b="integer"), tool("look", word="string")][: i % 3],
+    }
+    for i, calls in enumerate([(ADD, LOOK), (LOOK,), (ADD,)] * 3)
+]
+
+
+def read(data: Any) -> list[Example]:
+    rows = rows_of("data", data)
+    return [row.example for row in Rows(0, (rows,), (), parse_pair).read((rows,))]
+
+
+@pytest.mark.peer
+def test_tables_give_the_prompts_of_the_list_of_dicts(tmp_path: Path) -> None:
+    import datasets
+    import pandas
+
+    plain_rows = [(x.messages, x.tools, x.answer) for x in read(CALLERS)]
+    dataset = datasets.Dataset.from_list(CALLERS)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    frame = pandas.read_parquet(tmp_path / "rows.parquet")
+    arrow = dataset.with_format("arrow")[:]
+    for table in (dataset, frame, pandas.DataFrame(CALLERS), dataset.to_pandas(), arrow):
+        assert [(x.messages, x.tools, x.answer) for x in read(table)] == plain_rows
+    with pytest.raises(ConfigError):
+        rows_of("data", datasets.DatasetDict(train=dataset))
+    missing = {"prompt": ["a", "b"], "n": pandas.array([1, None], dtype="Int64")}
+    missing |= {"day": [pandas.Timestamp(2024, 5, 6), pandas.NaT]}
+    first, second = rows_of("data", pandas.DataFrame(missing))
+    assert plain(first) == {"prompt": "a", "n": 1, "day": "2024-05-06T00:00:00"}
+    assert plain(second) == {"prompt": "b"}
+
+
+def test_values_of_a_row_are_plain() -> None:
+    image = object()
+    pairs: list[tuple[Any, Any]] = [
+        # a number that other calls lack became a float
+        (np.array([{"arguments": {"a": 2.0, "b": None}}]), [{"arguments": {"a": 2}}]),
+        (
+            {"none": None, "nan": math.nan, "list": [{"none": None}, None, 2.0]},
+            {"list": [{}, None, 2.0]},
+        ),
+        (np.array([1, 2]), [1, 2]),
+        (np.float32(0.5), 0.5),
+        (date(2024, 5, 6), "2024-05-06"),
+        (np.datetime64("2024-05-06T07:08:09", "ns"), "2024-05-06T07:08:09"),
+        (image, image),
+    ]
+    for value, expected in pairs:
+        assert repr(plain({"key": value})) == repr({"key": expected})  # 2 is not 2.0
+
+
+@pytest.mark.parametrize("data", [{"prompt": ["a"]}, ["a", "b"], 3, [None], [["prompt"]]])
+def test_what_is_no_rows_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        Given.of(data=data)
+    assert "\n" not in str(error.value)
+
+
+def test_tools_that_are_words_are_no_schemas() -> None:
+    assert parse_any({"prompt": "a", "tools": "a hammer"}).example.tools is None
+    schemas = json.dumps([tool("add", a="integer")])
+    assert parse_any({"prompt": "a", "tools": schemas}).example.tools == json.loads(schemas)
+    with pytest.raises(ConfigError) as error:
+        read([*CALLERS, {"prompt": "a", "answer": "", "tools": "[a saw]"}])
+    assert f"row {len(CALLERS) + 1}" in str(error.value)
 
 
 def test_calls_of_tools_reach_the_template_as_objects() -> None:
@@ -244,13 +355,13 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "content": "4"}
     record = {"messages": [USER, said, result]}
-    messages = parse_any(record).example.messages
+    messages = parse_any(plain(record)).example.messages
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
     assert messages[1]["content"] == "" and messages[2] == result
     assert isinstance(call["function"]["arguments"], str)  # the caller's row is as it was
     other = {"function": {"name": "add", "arguments": {"a": 1, "b": 3}}}
     changed = {"messages": [USER, {**said, "tool_calls": [other]}, result]}
-    assert parse_any(changed).question != parse_any(record).question
+    assert parse_any(plain(changed)).question != parse_any(plain(record)).question
 
 
 def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
@@ -264,7 +375,7 @@ def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
 
 def test_the_longest_examples_are_known(tmp_path: Path) -> None:
     long = [{"prompt": "1" * 1000, "answer": "2"}, {"prompt": "3", "answer": "x" * 900}]
-    rows = rows_of(write(tmp_path / "a.jsonl", [*SUMS[:50], *long, *SUMS[50:]]))
+    rows = rows_in(write(tmp_path / "a.jsonl", [*SUMS[:50], *long, *SUMS[50:]]))
     assert {example.prompt[0] for example in rows.longest(2)} == {"1", "3"}
     assert len(rows.longest(10_000)) == 402
 

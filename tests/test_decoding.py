@@ -39,19 +39,6 @@ def sample(model: Transformer, prompts: Completions, **changes: Any) -> Completi
     return generate(model, prompts.prompt_ids, prompts.prompt_len, **options(**changes))
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Slots, tokens per slot, and the spread of columns, of every round."""
-    seen, step = list[tuple[int, int, int]](), Decoder.step
-
-    def watched(self: Decoder, tokens: Tensor, columns: Tensor, *args: Any) -> Tensor:
-        seen.append((*tokens.shape, int(columns.max() - columns.min())))
-        return step(self, tokens, columns, *args)
-
-    monkeypatch.setattr(Decoder, "step", watched)
-    return seen
-
-
 # --- the cache ------------------------------------------------------------------------------------
 
 
@@ -159,15 +146,15 @@ def test_no_slot_is_overwritten_that_another_slot_continues(seed: int, rows: int
 
 @pytest.mark.parametrize("drafts", [None, torch.zeros(2, 1, dtype=torch.int64)])
 def test_completions_of_a_prompt_share_a_slot_while_they_agree(
-    model: Transformer, steps: list[tuple[int, int, int]], drafts: Tensor | None
+    model: Transformer, rounds: list[tuple[int, int, int]], drafts: Tensor | None
 ) -> None:
     prompts = make_completions(0, prompts=2)
     u = torch.full((2, 5, LENGTH), 0.3)  # five equal completions
     u[1, 4, 3:] = 0.9  # except one, from its fourth token on
     found = sample(model, prompts, u=u, num_samples=5, drafts=drafts, stops=())
     assert not torch.equal(found.completion_ids[1, 3], found.completion_ids[1, 4])
-    assert steps[0][0] == 2
-    assert max(slots for slots, _, _ in steps) == 3
+    assert rounds[0][0] == 2
+    assert max(slots for slots, _, _ in rounds) == 3
 
 
 # --- drafts ---------------------------------------------------------------------------------------
@@ -214,17 +201,17 @@ def test_a_completion_drafted_with_its_own_text_takes_as_few_rounds_as_the_windo
 
 
 def test_the_counters_are_what_was_run(
-    model: Transformer, prompts: Completions, steps: list[tuple[int, int, int]]
+    model: Transformer, prompts: Completions, rounds: list[tuple[int, int, int]]
 ) -> None:
     plain, lengths = sample(model, prompts), prompts.prompt_len.sum()
     never = (plain.completion_ids[:, 0] + 1) % VOCAB  # another token in every column
     never = torch.where((never == EOS) | (never == 4), 5, never)[:, :1].expand(-1, LENGTH)
     for drafts, window in ((None, 1), (never, 3)):
-        steps.clear()
+        rounds.clear()
         work = Counter[str]()
         sample(model, prompts, drafts=drafts, num_speculative_tokens=2, work=work)
-        assert work["rounds"] == len(steps) and {w for _, w, _ in steps} == {window}
-        assert work["tokens"] == lengths + sum(slots * w for slots, w, _ in steps)
+        assert work["rounds"] == len(rounds) and {w for _, w, _ in rounds} == {window}
+        assert work["tokens"] == lengths + sum(slots * w for slots, w, _ in rounds)
         if drafts is None:  # the prompt gives the first token
             assert work["rounds"] == plain.completion_mask.sum(-1).max() - 1
 
@@ -233,12 +220,13 @@ def test_the_counters_are_what_was_run(
 
 
 def test_waiting_prompts_take_fewer_rounds_than_batch_after_batch(
-    model: Transformer, prompts: Completions, steps: list[tuple[int, int, int]]
+    model: Transformer, prompts: Completions, rounds: list[tuple[int, int, int]]
 ) -> None:
     together, apart = Counter[str](), Counter[str]()
     sample(model, prompts, prompts_at_once=2, work=together)
-    assert max(slots for slots, _, _ in steps) <= 2 * SAMPLES
-    assert max(spread for _, _, spread in steps) > 3  # some have just entered, others are far along
+    assert max(slots for slots, _, _ in rounds) <= 2 * SAMPLES
+    # some have just entered, others are far along
+    assert max(spread for _, _, spread in rounds) > 3
     u = options()["u"]
     for p in range(0, 6, 2):
         two = slice(p, p + 2)

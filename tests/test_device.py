@@ -14,6 +14,7 @@ from minigrpo import Config, Transformer
 from minigrpo.model import transformer
 from minigrpo.model.shape import ModelShape
 from minigrpo.runtime import device as layers
+from minigrpo.runtime.guard import NonFiniteGuard
 from minigrpo.types import ConfigError
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
     x = torch.ones(2, 2)
     for options, dtype in (({}, torch.float32), ({"use_amp": True}, torch.bfloat16)):
         speed = config(**options).speed
-        with layers.autocast(speed, CPU):
+        with layers.Precision(speed, CPU, NonFiniteGuard()).autocast():
             assert (x @ x).dtype == dtype
         assert not layers.grad_scaler(speed, CPU).is_enabled()
     half = config(use_amp=True, amp_dtype="float16").speed
@@ -63,7 +64,7 @@ def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> Non
     assert cast and all(name.startswith("h.0") for name in cast)
     pairs = zip(model.named_parameters(), low.parameters(), strict=True)
     assert all((a is b) == (name not in cast) for (name, a), b in pairs)
-    with torch.no_grad(), layers.autocast(speed, CPU):
+    with torch.no_grad(), layers.Precision(speed, CPU, NonFiniteGuard()).autocast():
         assert torch.equal(low.logits(IDS), model.logits(IDS))
 
 

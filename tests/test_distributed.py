@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import minigrpo
 from minigrpo import Config
+from minigrpo.parts import Given, Parts
+from minigrpo.rewards import RewardFunction
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
@@ -59,6 +63,9 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     with pytest.raises((IndexError, RunFailed)) as raised:
         dist.on_main(lambda: [][0])
     found["raised"] = raised.type.__name__
+    dist.refuse_differences({"rows": "a"})
+    with pytest.raises(ConfigError):
+        dist.refuse_differences({"rows": "a", "rewards": str(rank)})
     # longer than a collective may take: the others wait without one
     dist.on_main(lambda: time.sleep(TIMEOUT.total_seconds() + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
@@ -119,6 +126,21 @@ def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) ->
         assert one["sum"] == [3, 20] and one["max"] == [1, 0]
         assert one["gather"] == [[0], [1], [2], [3]]
         assert one["stop"] == "SIGUSR1" and one["weights"] == found[0]["weights"]
+
+
+def test_processes_with_other_rows_or_rewards_have_other_digests() -> None:
+    rows = [{"prompt": f"{n}?"} for n in range(30)]
+
+    def digests(rows: Sequence[Mapping[str, str]], *rewards: RewardFunction) -> dict[str, str]:
+        config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
+        return Parts(config, given=Given.of(data=rows, rewards=rewards)).digests()
+
+    right = minigrpo.reward(lambda example, text: 1.0)
+    half = minigrpo.reward(lambda example, text: 1.0, weight=0.5)
+    assert digests(rows, right) == digests(list(rows), right)
+    assert digests(rows, right)["rows"] != digests(rows[::-1], right)["rows"]
+    assert digests(rows, right)["rows"] != digests(rows[1:], right)["rows"]
+    assert digests(rows, right)["rewards"] != digests(rows, half)["rewards"]
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:

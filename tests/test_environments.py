@@ -1,11 +1,14 @@
 """Dialogues: tokens, masks, tools, games, and what a run makes of them."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from minigrpo.turns.environments import EnvironmentSet, TurnTask
 from minigrpo.turns.tools import Tool, calls_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
+from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
 from .tiny import TINY, tiny_chat_model, write_jsonl
@@ -128,7 +132,6 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
         assert found.completion_len[p, g] == n
         assert found.completion_ids[p, g, :n].tolist() == ids
         assert found.completion_mask[p, g, :n].tolist() == sampled
-        assert found.sampler_logp is not None
         assert found.sampler_logp[p, g, :n].tolist() == pytest.approx(logps, abs=1e-6)
         turns += sampled.count(False)
         ended += sum(own and x in STOPS for x, own in zip(ids, sampled, strict=True))
@@ -140,8 +143,6 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
 
 
 class Shop:
-    """An environment with tools, as for TRL."""
-
     def reset(self, price: int, **row: Any) -> str:
         self.price, self.paid = price, 0
         return f" It costs {price}."
@@ -167,6 +168,20 @@ class Shop:
     def _secret(self) -> None: ...
 
 
+class Game:
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "Go on.", 0.0, False
+
+
+class Quiz:
+    def reset(self) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 async def weather(city: str) -> str:
     """Tell the weather.
 
@@ -176,17 +191,82 @@ async def weather(city: str) -> str:
     return f"sun in {city}"
 
 
-def test_a_call_is_read_as_qwen_and_llama_write_it() -> None:
-    one = {"name": "pay", "arguments": {"amount": 3}}
+def test_a_call_is_read_as_qwen_llama_and_mistral_write_it() -> None:
+    one, two = ({"name": "pay", "arguments": {"amount": n, "note": "[x]"}} for n in (3, 4))
+    expected = [("pay", call["arguments"]) for call in (one, two)]
     qwen = f"Well.\n<tool_call>\n{json.dumps(one)}\n</tool_call>"
-    assert calls_of(qwen) == [("pay", {"amount": 3})]
-    assert calls_of(qwen + qwen) == [("pay", {"amount": 3})] * 2
-    llama = '{"name": "pay", "parameters": {"amount": 3}}'
-    assert calls_of(llama) == calls_of(f"<|python_tag|>{llama}\n") == [("pay", {"amount": 3})]
-    for text in ("the answer is {3}", "", '{"answer": 5}', "{3}", f"<think>{qwen}</think> 4"):
+    assert calls_of(qwen) == expected[:1] and calls_of(qwen + qwen) == expected[:1] * 2
+    llama = json.dumps(one).replace("arguments", "parameters")
+    assert calls_of(llama) == calls_of(f"<|python_tag|>{llama}\n") == expected[:1]
+    for space in ("", " "):
+        mistral = f"[TOOL_CALLS]{space}{json.dumps([one, {**two, 'id': 'abcdefghi'}])}"
+        assert calls_of(mistral) == calls_of(f"Well.\n{mistral}\n") == expected
+    thought = f"<think>{qwen}"
+    for text in ("the answer is {3}", "", '{"answer": 5}', "{3}", f"{thought}</think> 4", thought):
         assert calls_of(text) == []
-    for broken in ("{", "[1]", '{"name": 1', "3"):
-        assert [arguments for _, arguments in calls_of(f"<tool_call>{broken}</tool_call>")] == [{}]
+    for broken in ("{", "[1]", "[{", "pay", '{"name": 1', "3"):
+        for text in (f"<tool_call>{broken}</tool_call>", f"[TOOL_CALLS]{broken}"):
+            assert [arguments for _, arguments in calls_of(text)] == [{}]
+
+
+MISTRAL_CALLS = (tiny.TEMPLATES / "mistral-tools.jinja").read_text()
+XML_CALLS = tiny.QWEN_TEMPLATE.replace("call.function | tojson", "'<f=' + call.function.name + '>'")
+# family of the tokenizer, template or the name of a published one, whether its calls are read
+CALL_TEMPLATES = [
+    ("qwen", tiny.QWEN_TEMPLATE, True),
+    ("mistral", MISTRAL_CALLS, True),
+    ("qwen", XML_CALLS, False),
+    ("qwen", tiny.QWEN_TEMPLATE.replace("message.tool_calls or []", "[]"), False),  # left out
+    *(pytest.param("qwen", name, True, marks=pytest.mark.peer) for name in ("qwen2_5", "qwen3")),
+    pytest.param("qwen", "qwen3_instruct_2507", True, marks=pytest.mark.peer),
+    *(pytest.param("llama", f"llama3_{n}", True, marks=pytest.mark.peer) for n in (1, 2)),
+    *(
+        pytest.param("qwen", name, False, marks=pytest.mark.peer)
+        for name in ("glm4moe", "deepseekv3")
+    ),
+    pytest.param("qwen", "qwen3_5_think", False, marks=pytest.mark.peer),
+]
+
+
+@pytest.mark.parametrize(("family", "template", "is_read"), CALL_TEMPLATES)
+def test_a_template_whose_own_call_is_not_read_is_refused(
+    tmp_path: Path, family: str, template: str, is_read: bool
+) -> None:
+    if "{" not in template:
+        template = tiny.published_template(template)
+    tokenizer = load_tokenizer(str(tiny.tiny_tokenizer_folder(tmp_path, family, template=template)))
+    for kind in (Game, Quiz) if family == "qwen" else (Game,):  # without tools
+        Dialogues(minigrpo.Config.of(), EnvironmentSet.of(kind), tokenizer, print)
+    with nullcontext() if is_read else pytest.raises(ConfigError):
+        Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Shop), tokenizer, print)
+
+
+def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
+    template = tiny.QWEN_TEMPLATE + "{{ mood }}"
+    tiny.tiny_tokenizer_folder(tmp_path, template=template)
+    tokenizer = load_tokenizer(str(tmp_path), chat_args={"mood": "glad"})
+    dialogues = Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Game), tokenizer, print)
+    own = {"chat_template_kwargs": {"mood": "sad"}}
+    dialogues.begin([Example("a"), Example("b", fields=own)], 1)
+    said = tokenizer.encode("x")
+    for sequence in (0, 1):
+        dialogues.submit(sequence, said)
+    texts = dict[int, str]()
+    while len(texts) < 2:
+        replies = dialogues.replies(wait=True)
+        texts |= {sequence: tokenizer.text_of(ids) for sequence, ids in replies.items()}
+    assert [texts[n].rpartition("\n")[2] for n in (0, 1)] == ["glad", "sad"]
+    dialogues.pool.close()
+
+
+def test_what_an_environment_says_stands_before_the_beginning_of_an_answer() -> None:
+    asked = [{"role": "user", "content": "Buy."}, {"role": "assistant", "content": "So"}]
+    rows = [{"prompt": asked, "price": price} for price in (5, 7)]
+    world = EnvironmentSet.of(Shop)
+    example = begun(world, *rows).held_out(0)
+    price = example.fields["price"]
+    assert [x["content"] for x in example.messages] == [f"Buy. It costs {price}.", "So"]
+    assert len(played(world, example, call("pay", amount=price)).messages) == 2
 
 
 @pytest.mark.peer
@@ -204,7 +284,6 @@ def test_schemas_are_those_of_transformers() -> None:
 
 
 def played(world: EnvironmentSet, example: Example, *texts: str) -> Episode:
-    """An episode in which the policy says these texts."""
     episode = Episode(world, example)
     for text in texts:
         episode.messages += [{"role": "assistant", "content": text}, *episode.answer(text)]
@@ -256,15 +335,12 @@ def test_episodes_without_rows_have_random_numbers_of_their_own() -> None:
 
 
 def test_members_of_a_group_must_start_alike() -> None:
-    class Moody:
+    class Moody(Game):
         count = 0
 
         def reset(self, price: int) -> str:
             Moody.count += 1
             return f"{Moody.count}"
-
-        def step(self, text: str) -> tuple[str, float, bool]:
-            return "", 0.0, True
 
     world = EnvironmentSet.of(Moody)
     with pytest.raises(ValueError):
@@ -289,8 +365,8 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
     episode = played(world, example, "a", "b")
     assert episode.over == bool(more and more[0]) and episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
-    episode.turns, episode.failed = ["a", "b"], True
-    assert episode.dialogue().rewards == {"Game": 0}
+    episode.turns, episode.error = ["a", "b"], "gone"
+    assert math.isnan(episode.dialogue().rewards["Game"])
     answers = Dialogues(minigrpo.Config.of(), world, load_tokenizer("chess"), print)
     assert answers.encode(json.dumps([{"role": "user", "content": ""}]))  # else the game would end
 
@@ -325,40 +401,20 @@ def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> No
 
 # --- chat templates -------------------------------------------------------------------------------
 
-# of two families, in short; Qwen3's writes an assistant's last turn differently from earlier ones
-QWEN3 = """{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ m.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' and loop.last %}<think>
-
-</think>
-
-{% endif %}{{ m.content }}<|im_end|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-LLAMA = """{% for m in messages %}<|start_header_id|>\
-{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>
-
-{{ m.content | tojson if m.role == 'tool' else m.content }}<|eot_id|>{% endfor %}\
-{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
-
-{% endif %}"""
 ANSWER = {"role": "tool", "name": "f", "content": '4 "apples"'}
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "expected"),
+    ("name", "special", "expected"),
     [
         (
-            QWEN3,
+            "qwen3",  # writes an assistant's last turn differently from earlier ones
             ["<|im_start|>", "<|im_end|>"],
             '\n<|im_start|>user\n<tool_response>\n4 "apples"\n</tool_response><|im_end|>\n'
             "<|im_start|>assistant\n",
         ),
         (
-            LLAMA,
+            "llama",
             ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
             '<|start_header_id|>ipython<|end_header_id|>\n\n"4 \\"apples\\""<|eot_id|>'
             "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -366,8 +422,9 @@ ANSWER = {"role": "tool", "name": "f", "content": '4 "apples"'}
     ],
 )
 def test_the_text_between_turns_begins_after_the_end_of_the_turn(
-    template: str, special: list[str], expected: str
+    name: str, special: list[str], expected: str
 ) -> None:
+    template = (tiny.TEMPLATES / f"{name}-tools.jinja").read_text()
     chat = Chat(template, special=special)
     assert chat.between([ANSWER]) == expected
     with pytest.raises(ConfigError):
@@ -417,7 +474,7 @@ def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
     assert Episode(EnvironmentSet.of(Cards), example).begin().card == 2
     text = Dialogue("a", messages=[{"role": "assistant", "content": "a"}])
     function = minigrpo.reward(lambda example, text: len(text.messages.pop()))
-    assert function.values([example], [text]) == 2
+    assert function.scores([example], [text]) == [2]
     assert example.fields["deck"] == [1, 2] and len(text.messages) == 1
 
 
@@ -442,27 +499,34 @@ def test_a_run_in_an_environment_is_logged_and_resumed_bit_by_bit(
         assert sample["completion"] == said[-1]
         lengths = [len(text) for text, _ in zip(said, dialogue[1::2], strict=False)]
         whole_turns = said[: len(dialogue) // 2 + 1] if len(dialogue) % 2 else said
-        failed = sample["reward"] == 0
+        failed = any(len(text) % 3 == 0 for text in whole_turns)
         assert failed or sample["reward"] == pytest.approx(sum(lengths) / 100)
-        assert failed or not any(len(text) % 3 == 0 for text in whole_turns[: len(lengths)])
+
+
+def test_a_stop_text_ends_a_turn(folder: Path, tmp_path: Path) -> None:
+    def turns(name: str, **settings: Any) -> list[str]:
+        trained(folder, tmp_path / name, max_steps=1, **settings)
+        dialogues = [row["dialogue"] for row in read_jsonl(tmp_path / name / "samples.jsonl")]
+        said = [message for dialogue in dialogues for message in dialogue]
+        return [one["content"] for one in said if one["role"] == "assistant"]
+
+    longest = 12  # characters of a token, at most
+    free, stopped = turns("free"), turns("stopped", stop=["e"])
+    assert any("e" in text[:-longest] for text in free)
+    assert not any("e" in text[:-longest] for text in stopped)
+    assert len(stopped) > len(free)
 
 
 def test_memory_that_runs_out_begins_dialogues_again(folder: Path, tmp_path: Path) -> None:
     """A batch that is halved has the tokens and rewards of a whole one."""
     plain = trained(folder, tmp_path / "a", max_steps=1).trainer
     cut = trained(folder, tmp_path / "b", max_steps=1).trainer
-    run = cut.sampler.dialogues.replies
-    calls = iter([True, True, True])
-
-    def fails_once(**options: Any) -> Any:
-        if next(calls, False) and not next(calls, False):
-            raise torch.OutOfMemoryError
-        return run(**options)
-
-    cut.sampler.dialogues.replies = fails_once
+    effects = chain([DEFAULT, torch.OutOfMemoryError], repeat(DEFAULT))
+    replies = Mock(wraps=cut.sampler.dialogues.replies, side_effect=effects)
+    cut.sampler.dialogues.replies = replies
     examples = [plain.task.train(i) for i in range(4)]
     one, two = (trainer.source.roll_out(examples, 5) for trainer in (plain, cut))
-    assert next(calls, None) is None
+    assert replies.call_count > 2
     assert one.texts == two.texts and np.array_equal(one.rewards.total, two.rewards.total)
     assert torch.equal(one.completions.completion_mask, two.completions.completion_mask)
 
@@ -480,7 +544,7 @@ class Slow:
         return "", 1.0, True
 
 
-def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
+def test_an_environment_that_hangs_fails_in_its_dialogue_alone(
     folder: Path, tmp_path: Path
 ) -> None:
     run = trained(folder, tmp_path, max_steps=1, eval_size=2)
@@ -494,12 +558,14 @@ def test_an_environment_that_hangs_ends_its_dialogue_with_reward_0(
     start = time.monotonic()
     graded = grade(sampler, scorer, [task.held_out(0)], 24)
     assert time.monotonic() - start < 30
-    failed = [x.failed for x in graded.texts[0]]
+    failed = [bool(text.error) for text in graded.texts[0]]
     answered = [len(x.messages) > 1 for x in graded.texts[0]]
     assert any(failed) and any(answered)
-    assert graded.rewards.total[0].tolist() == answered
     assert not any(a and b for a, b in zip(failed, answered, strict=True))
-    assert graded.rewards.failures["Slow"] == sum(failed)
+    assert graded.rewards.failed["Slow"][0].tolist() == failed
+    worst = min(a for a, b in zip(answered, failed, strict=True) if not b)
+    values = [worst if b else a for a, b in zip(answered, failed, strict=True)]
+    assert graded.rewards.total[0].tolist() == values
 
 
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:

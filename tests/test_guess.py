@@ -13,7 +13,6 @@ from minigrpo.run.console import Console
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
 from minigrpo.tools.common import open_parts
-from minigrpo.types import Dialogue
 
 
 def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
@@ -70,7 +69,6 @@ def test_a_game_that_is_begun_goes_on_by_the_rules_and_any_guess() -> None:
         words = said[1::2]
         true_words = [word for word, _, _ in play(example.fields["secret"], *guesses)]
         match = re.fullmatch("([<>=]?)([0-9]*)", example.answer)
-        assert match
         word, guess = match.groups()
         assert true_words == ([*words, word] if guesses else []) and "=" not in words
         assert (guess == "") == (word == "=" or len(guesses) == GUESSES)
@@ -86,7 +84,6 @@ def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
     assert 0.1 < games.right.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
     for example, texts in zip(games.examples, games.texts, strict=True):
         for text in texts:
-            assert isinstance(text, Dialogue)
             guesses, words = ([m["content"] for m in text.messages[i::2]] for i in (0, 1))
             assert [word for word, _, _ in play(example.answer, *guesses)] == words
             assert len(guesses) == GUESSES or words[-1] in "=?"

@@ -20,8 +20,18 @@ from torch import Tensor
 from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.losses import LossNormalizer, LossSettings, loss_spec, policy_loss, sampler_weights
+from minigrpo.losses import (
+    LossInputs,
+    LossNormalizer,
+    LossSpec,
+    constant,
+    loss_spec,
+    per_token,
+    policy_loss,
+    sampler_weights,
+)
 from minigrpo.model import logprobs, lora
+from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer, compiled_part
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Example, RolloutBatch
@@ -169,7 +179,6 @@ def formula(way: Way) -> list[Tensor]:
     if batch.teacher_logp is not None and advantages is not None:
         advantages = advantages[..., None] + coef * (batch.teacher_logp - old)
     if row := given.get("sampler_correction"):
-        assert completions.sampler_logp is not None and advantages is not None
         weights = sampler_weights(row, given["sampler_cap"], old, completions.sampler_logp, mask)
     loss, _ = policy_loss(
         logp,
@@ -177,7 +186,8 @@ def formula(way: Way) -> list[Tensor]:
         advantages,
         mask,
         loss=way.loss,
-        settings=LossSettings(kl=given.get("kl", "k3"), kl_coef=given.get("kl_coef", 0.0)),
+        kl=given.get("kl", "k3"),
+        kl_coef=given.get("kl_coef", 0.0),
         normalizer=LossNormalizer.of(mask, LENGTH),
         ref_logp=batch.ref_logp,
         token_weights=weights,
@@ -289,9 +299,30 @@ def test_groups_without_variance_are_left_out_where_they_have_no_gradient(kl_coe
     batch = make_batch(Way("grpo" if kl_coef else "maxrl"))
     learner = make_learner(way, make_model(way), kl_coef=kl_coef)
     assert learner.prompts_with_gradient(batch) == (list(range(6)) if kl_coef else [0, 2, 3, 5])
-    assert batch.advantages is not None
     none = replace(batch, advantages=torch.zeros_like(batch.advantages), ref_logp=None)
     assert len(learner.prompts_with_gradient(none)) == 1
+
+
+def regularised(inputs: LossInputs) -> Tensor:
+    return -inputs.ratio * inputs.advantages + 0.1 * inputs.logp
+
+
+@pytest.mark.parametrize("weights", [per_token, constant])
+def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weights: Any) -> None:
+    model, batch = make_model(Way("grpo")), make_batch(Way("maxrl"))
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    mask, packed = batch.completions.completion_mask, pack(batch.completions)
+    model.zero_grad()
+    scale = weights(mask.double(), LossNormalizer.of(mask, 96))
+    (0.1 * scale * model(packed).logp).sum().backward()
+    expected = trained_gradients(model)
+    spec = LossSpec(surrogate=regularised, weights=weights)
+    learner = make_learner_of(Config.of(model="scratch"), model, spec)
+    learner.gradient(*learner.prepare(batch))
+    assert_same(trained_gradients(model), expected)
+    proportional = replace(spec, learns_without_advantage=False)  # its author knows
+    learner = make_learner_of(Config.of(model="scratch"), model, proportional)
+    assert learner.prompts_with_gradient(batch) == [0]
 
 
 def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:

@@ -186,7 +186,9 @@ def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> N
 
 def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0) -> Graded:
     examples = [Example(f"{i}?", "a", i, fields={"level": i}) for i in range(len(values))]
-    table = RewardTable(np.array(values), {"good": np.array(values)}, {"good": failures})
+    table = RewardTable(
+        np.array(values), {"good": np.array(values)}, {"good": np.array(values) < failures}
+    )
     return Graded(examples, texts, table, "exact")
 
 
@@ -288,7 +290,6 @@ console.warn("done")
 def test_a_reader_that_leaves_does_not_end_the_program() -> None:
     """`minigrpo train | head`."""
     with Popen([sys.executable, "-c", TALK], stdout=PIPE, stderr=PIPE) as process:
-        assert process.stdout and process.stderr
         assert b"line" in process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minigrpo.config import Config
+from minigrpo.defaults import Size, size_of
 from minigrpo.model import lora
 from minigrpo.model.linear import NF4, dense, to_nf4
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
-from minigrpo.parts import Parts
-from minigrpo.runtime.device import autocast, low_precision_copy
+from minigrpo.parts import Parts, own_tokenizer, shape_by_name
+from minigrpo.runtime.device import Precision, low_precision_copy
+from minigrpo.runtime.guard import NonFiniteGuard
 from minigrpo.types import Completions, ConfigError
 
+from . import tiny
 from .steps import SHAPES, VOCAB, make_completions
 from .test_families import IDS, PUBLISHED, make_theirs
 from .test_sampling import generate
@@ -82,21 +85,29 @@ def test_the_gradient_is_that_of_full_training_by_the_chain_rule(model: Transfor
     torch.testing.assert_close(gradient(model, c), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_without_adapters_the_model_is_initial_and_shares_its_memory(model: Transformer) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
+def test_the_reference_is_the_model_as_it_started_and_shares_its_base(
+    model: Transformer, kept: bool
+) -> None:
     packing = pack(make_completions(1))
-    before, _ = model(packing)
-    with_adapters(model)
-    reference = model.sharing_weights()
-    lora.disable_adapters(reference)
+    lora.add_adapters(model, rank=2, alpha=4)
+    if kept:
+        randomise(model)
+    before, _ = model.double()(packing)
+    tokenizer = SimpleNamespace(n_vocab=model.shape.vocab_size, fingerprint="")
+    parts: Any = Parts(Config.of(lora_rank=2, kl_coef=0.1))
+    parts.model, parts.tokenizer = model, tokenizer
+    reference = parts.reference.model
+    with torch.no_grad():
+        for layer in lora.adapters(model).values():  # as an optimizer does, and a resume
+            layer.lora_B.add_(0.1)
     assert torch.equal(reference(packing)[0], before)
     assert not torch.equal(model(packing)[0], before)
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    assert all(a is b for a, b in pairs)
-    tokenizer = SimpleNamespace(n_vocab=model.shape.vocab_size, fingerprint="")
-    for rank, expected in ((2, before), (0, model(packing)[0])):  # 0: the adapters were there
-        parts: Any = Parts(Config.of(lora_rank=rank, kl_coef=0.1))
-        parts.model, parts.tokenizer = model, tokenizer
-        assert torch.equal(parts.reference.model(packing)[0], expected)
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    assert all((a is b) != name.endswith(ADAPTERS) for (name, a), b in pairs)
+    parts = Parts(Config.of(kl_coef=0.1))  # without --lora-rank, although it has adapters
+    parts.model, parts.tokenizer = model, tokenizer
+    assert torch.equal(parts.reference.model(packing)[0], model(packing)[0])
 
 
 def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transformer) -> None:
@@ -110,18 +121,6 @@ def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transf
     pairs = zip(gradient(model, c), gradient(rounded, c), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
-
-
-def test_adapters_of_a_base_in_bfloat16_are_float32(tmp_path: Path) -> None:
-    shape = SHAPES["grouped-query"]
-    Transformer(shape).export(tmp_path)
-    model = Transformer.from_pretrained(tmp_path, "bfloat16")
-    lora.add_adapters(model, rank=2, alpha=4)
-    found = {name: x.dtype for name, x in model.named_parameters() if x.dim() == 2}
-    assert {x for n, x in found.items() if n.endswith(ADAPTERS)} == {torch.float32}
-    assert {x for n, x in found.items() if not n.endswith(ADAPTERS)} == {torch.bfloat16}
-    merged = lora.merge_adapters(model)
-    assert {x.dtype for x in merged.parameters()} == {torch.float32}
 
 
 def test_the_values_of_nf4_are_quantiles_of_a_normal_distribution() -> None:
@@ -176,7 +175,7 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
     with_adapters(model).float()
     speed, c = Config.of(use_amp=True).speed, make_completions(1)
     exact = gradient(model, c)
-    with autocast(speed, model.device):
+    with Precision(speed, model.device, NonFiniteGuard()).autocast():
         low = low_precision_copy(speed, model)
         assert torch.equal(low.logits(TOKENS), model.logits(TOKENS))
         rounded = gradient(model, c)
@@ -258,3 +257,125 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-4)
+
+
+# --- adapters as a start --------------------------------------------------------------------------
+
+
+def parts_of(folder: Path, vocab: int = VOCAB, **settings: Any) -> Parts:
+    parts: Any = Parts(Config.of(model=str(folder), **settings))
+    parts.tokenizer = SimpleNamespace(n_vocab=vocab, name="", fingerprint="")
+    return parts
+
+
+@pytest.fixture(params=LAYERS)
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder of PEFT's, with adapters of rank 2 and alpha 4, beside its base."""
+    base = Transformer(SHAPES[request.param])
+    base.export(tmp_path / "its-base")
+    lora.add_adapters(base, rank=2, alpha=4)
+    randomise(base)
+    save(base, tmp_path / "adapters", base="../its-base")
+    return tmp_path / "adapters"
+
+
+@pytest.mark.parametrize("kind", [{}, {"lora_rank": 3}, {"lora_rank": 2, "lora_alpha": 8}])
+def test_a_folder_of_adapters_is_merged_unless_they_are_asked_for(
+    start: Path, kind: dict[str, Any]
+) -> None:
+    base = Transformer.from_pretrained(start.parent / "its-base")
+    lora.attach_peft(base, start)
+    expected = base.logits(TOKENS)
+    kept = parts_of(start, lora_rank=2)
+    assert torch.equal(kept.model.logits(TOKENS), expected)
+    assert {*lora.trained_state(kept.model)} == {*lora.trained_state(base)}
+    assert kept.base == str(start / "../its-base")
+    other = parts_of(start, **kind)
+    torch.testing.assert_close(other.model.logits(TOKENS), expected, rtol=0, atol=1e-5)
+    assert other.base == str(start)
+    assert bool(lora.adapters(other.model)) == bool(kind)
+    assert all(not layer.lora_B.any() for layer in lora.adapters(other.model).values())
+
+
+@pytest.mark.parametrize("stored", [{"bfloat16": torch.bfloat16}, {"nf4": torch.uint8}], ids=str)
+@pytest.mark.parametrize("alpha", [4, 5], ids=["kept", "new"])
+def test_adapters_are_float32_beside_a_base_of_lower_precision(
+    start: Path, stored: dict[str, torch.dtype], alpha: float
+) -> None:
+    ((name, dtype),) = stored.items()
+    model = parts_of(start, lora_rank=2, lora_alpha=alpha, base_dtype=name).model
+    kinds = {name: x.dtype for name, x in model.h.named_parameters() if x.dim() > 1}
+    assert {x for n, x in kinds.items() if n.endswith(ADAPTERS)} == {torch.float32}
+    assert {x for n, x in kinds.items() if not n.endswith(ADAPTERS)} == {dtype}
+    assert {x.dtype for x in lora.merge_adapters(model).parameters()} == {torch.float32}
+
+
+def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None:
+    base = start.parent / "its-base"
+    assert size_of(str(start)) == Size.of(Transformer.from_pretrained(base))
+    assert shape_by_name(str(start), "") == shape_by_name(str(base), "")
+    assert own_tokenizer(str(start)) == own_tokenizer(str(base))
+    tiny.tiny_tokenizer_folder(base)
+    assert own_tokenizer(str(start)) == {"tokenizer": str(start / "../its-base")}
+    tiny.tiny_tokenizer_folder(start)
+    assert own_tokenizer(str(start)) == {"tokenizer": str(start)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_dora", True),
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("init_lora_weights", "pissa"),
+        ("peft_type", "LOHA"),
+        ("a_setting_of_tomorrow", 1),
+        ("r", 3),
+        ("base_model_name_or_path", "nowhere/./at/all"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(start: Path, name: str, value: Any) -> None:
+    file = start / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    with pytest.raises(ConfigError):
+        _ = parts_of(start, lora_rank=2).model
+
+
+@pytest.mark.parametrize("more", [{"lora_magnitude_vector"}, {"lm_head.lora_A"}, {}], ids=str)
+def test_tensors_that_are_left_over_or_missing_are_refused(start: Path, more: set[str]) -> None:
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    last = tensors.popitem()[1]
+    save_file(tensors | {f"base_model.model.{name}.weight": last for name in more}, file)
+    with pytest.raises(ConfigError):
+        _ = parts_of(start, lora_rank=2).model
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_adapters_that_peft_wrote_give_its_logits_merged_and_kept(
+    tmp_path: Path, name: str, stabilised: bool
+) -> None:
+    import peft
+    import transformers
+
+    make_theirs(name).save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    targets: Any = "all-linear" if stabilised else ["c_attn" if name == "gpt2" else "q_proj"]
+    kind = {"r": 4, "lora_alpha": 8, "target_modules": targets, "use_rslora": stabilised}
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(**kind, init_lora_weights=False, task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(base, settings).eval()
+    theirs.save_pretrained(tmp_path / "adapters")
+    expected = theirs.double()(IDS).logits  # or rounding alone may be 1e-5
+    alpha = 8 * (2 if stabilised else 1)
+    same = {"lora_rank": 4, "lora_alpha": alpha}
+    same |= {} if stabilised else {"lora_targets": targets[0]}
+    for settings in ({}, same):
+        parts = parts_of(tmp_path / "adapters", 97, **settings)
+        assert (parts.base == str(tmp_path / "base")) == bool(settings)
+        found = parts.model.double().logits(IDS)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -117,7 +117,6 @@ def test_hostile_texts_score_nothing_in_bounded_time() -> None:
 
 
 def numbered(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """Lines in GSM8K's format."""
     return [
         {"question": f"{i}+1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
         for i in range(start, start + count)
@@ -180,7 +179,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package that has the name and the functions of math-verify."""
     file = tmp_path / "math_verify.py"
     file.write_text(LIBRARY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     return file
 
 
@@ -189,9 +188,9 @@ def test_the_library_runs_in_a_process_whose_time_and_memory_are_bounded(library
     texts = ["y", "huge", "memory", "exit", "print", "raise", "x"]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda x: judge.same("x", x), texts)) == [x == "x" for x in texts]
-    assert judge.process.stdin
-    judge.process.stdin.close()
-    assert judge.process.wait(5) == 0  # it ends with its input
+    process, pipe = judge.workers.idle.get()
+    pipe.close()
+    assert process.wait(5) == 0  # it ends with the run
 
 
 def test_numbers_are_compared_without_the_library_and_formulas_with_it(library: Path) -> None:

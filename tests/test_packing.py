@@ -176,7 +176,7 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     value = one.clone().requires_grad_()
     part = CompletionRows(rows, rows, last=rows)
     part.attend(one, one, value).sum().backward()
-    assert value.grad is not None and value.grad.item() == 512
+    assert value.grad.item() == 512
 
 
 # --- frozen models --------------------------------------------------------------------------------
@@ -184,31 +184,22 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
 
 def make_frozen(model: Transformer) -> FrozenModel:
     """It runs two prompts at a time."""
-    tokenizer: Any = None
     backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)
-    return FrozenModel(model, tokenizer, pack, "the reference", backoff.run, nullcontext, False)
+    return FrozenModel(model, None, pack, "the reference", backoff.run, nullcontext, False)
 
 
-def test_a_frozen_model_has_the_naive_log_probs_at_any_temperature(model: Transformer) -> None:
+def test_a_frozen_model_has_the_naive_log_probs_within_its_context(model: Transformer) -> None:
+    """Positions beyond it have no embedding, or were never trained; the last token needs none."""
     frozen, c = make_frozen(model), make_completions(0)
     assert len(c) == 3
     for temperature in (0.7, 1.3):
         found = frozen.logp(c, temperature)
         assert not found.requires_grad
         torch.testing.assert_close(found, naive(model, c, temperature)[0].detach(), **CLOSE)
-
-
-def test_a_text_beyond_the_context_of_a_frozen_model_is_refused(model: Transformer) -> None:
-    """Such positions have no embedding, or were never trained; the last token needs none."""
-    frozen = make_frozen(model)
-    for length in (36, 37):
-        texts = to_completions([[1] * 5], [[[2] * length, [3]]])
-        assert texts.completion_mask.sum(-1).tolist() == [[length, 1]]
-        if length == 36:
-            assert frozen.logp(texts, 1.0).shape == (1, 2, 36)
-        else:
-            with pytest.raises(ConfigError):
-                frozen.logp(texts, 1.0)
+    longest, longer = (to_completions([[1] * 5], [[[2] * n, [3]]]) for n in (36, 37))
+    assert frozen.logp(longest, 1.0).shape == (1, 2, 36)
+    with pytest.raises(ConfigError):
+        frozen.logp(longer, 1.0)
 
 
 # --- log-probs ------------------------------------------------------------------------------------

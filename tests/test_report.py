@@ -135,11 +135,13 @@ def lines_of(*runs: Run) -> list[np.ndarray]:
     return [line for line in found if len(line) > 2]
 
 
-def test_a_curve_goes_through_its_points() -> None:
+def test_a_curve_goes_through_its_points_and_a_long_one_is_averaged() -> None:
     (points,) = lines_of(made_up(3, reward=[0.0, 1.0, 0.25]))
     assert np.allclose(np.diff(points[:, 0]), points[1, 0] - points[0, 0])
     heights = points[0, 1] - points[:, 1]  # y of SVG points down
     assert np.allclose(heights / heights[1], [0, 1, 0.25], atol=1e-3)
+    (points,) = lines_of(made_up(5000, reward=np.arange(5000) % 7))
+    assert len(points) == MOST_POINTS and (np.diff(points[:, 0]) > 0).all()
 
 
 def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:
@@ -147,20 +149,13 @@ def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:
     assert {section: len(found) for section, found in figures_of([run]).items()} == {"Training": 1}
 
 
-def test_a_long_run_is_averaged() -> None:
-    (points,) = lines_of(made_up(5000, reward=np.arange(5000) % 7))
-    assert len(points) == MOST_POINTS and (np.diff(points[:, 0]) > 0).all()
-
-
-def test_shares_have_the_intervals_of_wilson(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "a", [1, 0, 0, 0] * 10), print)
-    assert run.shares == [wilson(0.25, 40), wilson(0.25, 40)]
-    assert run.curve("eval/exact_sampled") == {0: 0.25, 3: 0.25} and run.curve("reward")[3] == 1
-
-
-def test_several_runs_share_each_figure(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", [1, 0]), write_run(tmp_path / "b", [1, 1], group_size=8)
+def test_several_runs_share_each_figure_and_shares_have_wilsons_intervals(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", [1, 0, 0, 0] * 10)
+    b = write_run(tmp_path / "b", [1, 1], group_size=8)
     runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
+    assert runs[0].shares == [wilson(0.25, 40)] * 2
+    assert runs[0].curve("eval/exact_sampled") == {0: 0.25, 3: 0.25}
+    assert runs[0].curve("reward")[3] == 1
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -230,8 +231,13 @@ def test_skipped_steps_are_counted_across_a_resume(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None:
     run = poison(make(tmp_path / "bad", num_iterations=1, max_steps=20), set(range(2, 20)))
+    at_start = bits(run)
+    run.one_step()
+    run.one_step()
+    before = bits(run)
     with pytest.raises(Diverged):
         run.fit()
+    assert at_start != before == bits(run)
     saved = load_checkpoint(newest(tmp_path / "bad", pytest.fail))
     assert saved["step"] == run.step == 8 and is_finite(saved)
     huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
@@ -267,15 +273,8 @@ def test_an_error_ends_the_run_with_whole_steps_saved(
     """Between two updates of one step the weights belong to no step: nothing is saved."""
     run = make(tmp_path / "run", save_every=100)
     owner: Any = run.source if where == "batch" else learner
-    function, calls = getattr(owner, where), [0]
-
-    def fails(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 4:
-            raise TypeError("of the user's code")
-        return function(*args, **options)
-
-    monkeypatch.setattr(owner, where, fails)
+    effects = [*[DEFAULT] * 3, TypeError("of the user's code")]
+    monkeypatch.setattr(owner, where, Mock(wraps=getattr(owner, where), side_effect=effects))
     with pytest.raises(TypeError):
         run.fit()
     there = checkpoints(tmp_path / "run" / "checkpoints")

@@ -1,10 +1,14 @@
 """Reward functions: the table they make, what fails and what that costs, and who is trusted."""
 
+import asyncio
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.rewards import RewardFunction, RewardScorer, load_rewards, reward, similarity
+from minigrpo.metrics import Graded
+from minigrpo.model.encoding import to_completions
+from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.rewards import (
+    RewardFunction,
+    RewardScorer,
+    as_scores,
+    load_rewards,
+    named_apart,
+    reward,
+    settled,
+    similarity,
+)
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.base import load_task
-from minigrpo.types import Completions, ConfigError, Example, RewardTable
+from minigrpo.types import ConfigError, Example, RewardTable
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = [Example("1+1=", "2", 0), Example("2+2=", "4", 1)]
@@ -52,7 +68,7 @@ def score(function: RewardFunction, workers: int = 2) -> tuple[list[list[float]]
     scorer = RewardScorer(Lengths(), functions=[function], workers=workers, warn=warnings.append)
     table = scorer.score(EXAMPLES, TEXTS)
     assert table.parts["length"].tolist() == [[4, 3, 4], [3, 4, 5]]  # the others keep their values
-    return table.parts[function.name].tolist(), table.failures[function.name], warnings
+    return table.parts[function.name].tolist(), table.failed[function.name].sum(), warnings
 
 
 # --- similarity -----------------------------------------------------------------------------------
@@ -73,7 +89,7 @@ def test_similarity_falls_with_each_wrong_character(truth: str, data: st.DataObj
 # --- the table ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_the_table_is_that_of_the_naive_loop(workers: int) -> None:
     @reward(weight=0.5)
     def vowels(example: Example, text: str) -> int:
@@ -89,7 +105,7 @@ def test_the_table_is_that_of_the_naive_loop(workers: int) -> None:
         total = naive["length"] + 2 * naive["right"] + 0.5 * naive["vowels"]
         assert table.total[p, g] == total
     assert list(table.parts) == ["length", "right", "vowels"]
-    assert not any(table.failures.values())
+    assert not any(failed.any() for failed in table.failed.values())
 
 
 def test_each_distinct_text_of_an_example_is_scored_once() -> None:
@@ -129,9 +145,10 @@ def test_weights_choose_and_scale() -> None:
 def test_a_part_that_does_not_concern_an_example_counts_nothing() -> None:
     class Some(Lengths):
         def score(self, example: Example, text: str) -> Mapping[str, float]:
-            return {"length": len(text), "right": np.nan if example.answer == "2" else 1.0}
+            return {"length": len(text), "right": None if example.answer == "2" else 1.0}  # type: ignore[dict-item]
 
     table = RewardScorer(Some()).score(EXAMPLES, TEXTS)
+    assert not table.failed["right"].any()
     assert np.isnan(table.parts["right"][0]).all()
     assert table.total.tolist() == [[4, 3, 4], [5, 6, 7]]
 
@@ -150,13 +167,10 @@ def test_success_is_the_tasks_or_a_functions() -> None:
 
 def test_names_and_weights_that_cannot_be_are_refused() -> None:
     def scorer(names: Sequence[str], weights: Any = None) -> RewardScorer:
-        functions = []
-        for name in names:
-            functions.append(reward(lambda example, text: 1.0))
-            functions[-1].function.__name__ = name
+        functions = [reward(lambda example, text: 1.0, name=name) for name in names]
         return RewardScorer(Lengths(), functions=functions, weights=weights)
 
-    for names in (["length"], ["mine", "mine"], ["step"], ["pass@1"], ["a/b"], ["<lambda>"]):
+    for names in (["length"], ["step"], ["pass@1"], ["a/b"]):
         with pytest.raises(ConfigError):
             scorer(names)
     with pytest.raises(ConfigError):
@@ -165,6 +179,37 @@ def test_names_and_weights_that_cannot_be_are_refused() -> None:
     task.success = "lenght"  # the headline would be another measure, under this name
     with pytest.raises(ConfigError):
         RewardScorer(task)
+
+
+def test_each_function_has_a_name_of_its_own() -> None:
+    class Judge:
+        def __call__(self, example: Example, text: str) -> float:
+            return 4.0
+
+    def near(example: Example, text: str, scale: float = 1.0) -> float:
+        return scale
+
+    plain = [near, partial(near, scale=2), partial(near, scale=3), Judge(), lambda a, b: 5.0]
+    functions = named_apart([reward(x) for x in plain] + [reward(near, name="near_2")])
+    table = RewardScorer(Lengths(), functions=functions).score(EXAMPLES, TEXTS)
+    given = {name: values[0, 0] for name, values in table.parts.items()}
+    expected = {"near": 1, "near_2": 2, "near_3": 3, "Judge": 4, "function": 5, "near_2_2": 1}
+    assert given == {"length": 4, "right": 0, **expected}
+
+
+def test_async_functions_run_side_by_side() -> None:
+    inside = []
+
+    async def slow(example: Example, text: str) -> float:
+        inside.append(text)
+        while len(inside) < 5:  # all distinct texts are in the function at once
+            await asyncio.sleep(0.001)
+        if text == "bad":
+            await asyncio.sleep(60)
+        return len(text)
+
+    values, failures, _ = score(reward(slow, timeout_s=2.0), workers=1)
+    assert (values, failures) == ([[4, 4, 4], [4, 4, 5]], 2)
 
 
 def test_a_file_gives_its_decorated_functions(tmp_path: Path) -> None:
@@ -189,7 +234,8 @@ def two(examples, texts): return [helper(text) for text in texts]
 
 # --- failures -------------------------------------------------------------------------------------
 
-NO_NUMBERS = [None, float("nan"), float("inf"), [1.0], 1j, {}, np.array([1.0, 2.0])]
+NO_NUMBERS = [float("nan"), float("inf"), [1.0], 1j, {}, np.array([1.0, 2.0])]
+SIGNS = st.sampled_from([1.0, -1.0])
 
 
 class BadError(Exception):
@@ -197,36 +243,77 @@ class BadError(Exception):
         raise RuntimeError
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_no_number_or_raises_gets_0_and_is_counted(workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_no_number_or_raises_is_the_worst_of_its_group(workers: int) -> None:
     @reward
     def odd(example: Example, text: str) -> Any:
         if text == "bad" and isinstance(answer, BaseException):
             raise answer
-        return answer if text == "bad" else np.float32(1)
+        return answer if text == "bad" else np.float32(-len(text))
 
     errors = ValueError("\n"), SystemExit(3), TimeoutError(), RecursionError(), BadError()
     for answer in (*NO_NUMBERS, *errors):
         values, failures, warnings = score(odd, workers)
-        assert values == [[1, 0, 1], [0, 1, 1]], answer
+        assert values == [[-4, -4, -4], [-5, -4, -5]], answer
         assert failures == 2 and len(warnings) == 1, answer
+
+
+@given(st.data(), SIGNS)
+def test_a_failure_never_pays_and_a_group_of_failures_teaches_nothing(
+    data: st.DataObject, weight: float
+) -> None:
+    """Values are numbers, None, or failures; the same by a loop."""
+    answers = st.one_of(st.none(), st.just(np.nan), st.floats(-3, 3))
+    table = np.array(data.draw(st.lists(answers, min_size=6, max_size=6)), dtype=object)
+    table = table.reshape(2, 3)
+    values, failed = settled(as_scores(table.ravel().tolist(), 6), (2, 3), weight)
+    worst = min if weight > 0 else max
+
+    def numbers(answers: Any) -> list[float]:
+        return [x for x in answers if x is not None and x == x]
+
+    for p, g in np.ndindex(2, 3):
+        answer, group = table[p, g], table[p]
+        if answer is None:
+            assert np.isnan(values[p, g]) and not failed[p, g]
+        elif answer == answer:
+            assert values[p, g] == answer and not failed[p, g]
+        else:
+            all_fail = all(x is not None and x != x for x in group)
+            rivals = numbers(table.ravel() if all_fail else group)
+            np.testing.assert_equal(values[p, g], worst(rivals) if rivals else np.nan)
+
+
+def test_none_is_no_failure_and_a_failed_success_is_wrong() -> None:
+    @reward(success=True)
+    def mine(example: Example, text: str) -> float | None:
+        if example.answer == "2":
+            return None
+        return float("nan") if text == "bad" else 1.0
+
+    table = RewardScorer(Lengths(), functions=[mine]).score(EXAMPLES, TEXTS)
+    assert np.isnan(table.parts["mine"][0]).all() and not table.failed["mine"][0].any()
+    assert table.total[0].tolist() == [4, 3, 4]
+    right = Graded(EXAMPLES, TEXTS, table, "mine").right
+    np.testing.assert_equal(right, [[np.nan] * 3, [0, 1, 1]])
 
 
 @pytest.mark.parametrize("kind", ["batched", "grouped"])
 def test_a_wrong_number_of_values_is_a_failure_of_the_call(kind: str) -> None:
-    odd = reward(**{kind: True})(lambda examples, texts: answer)
-    odd.function.__name__ = "odd"
-    for answer in (None, 1.0, "123", [1.0], [1.0] * 9, {1.0, 2.0, 3.0}, [None] * 5):
-        assert score(odd)[:2] == ([[0] * 3] * 2, 6), answer
+    odd = reward(**{kind: True}, name="odd")(lambda examples, texts: answer)
+    for answer in (1.0, "123", [1.0], [1.0] * 9, {1.0, 2.0, 3.0}, [np.nan] * 5):
+        values, failures, _ = score(odd)
+        assert np.isnan(values).all() and failures == 6, answer
 
 
 @pytest.mark.parametrize("kind", ["batched", "grouped"])
-@pytest.mark.parametrize("none", [None, np.nan, -np.inf])
+@pytest.mark.parametrize("none", [np.nan, -np.inf])
 def test_a_value_that_is_no_number_fails_alone(kind: str, none: Any) -> None:
-    odd = reward(**{kind: True})(lambda _, texts: [none if x == "bad" else 1 for x in texts])
-    odd.function.__name__ = "odd"
+    odd = reward(**{kind: True}, name="odd")(
+        lambda _, texts: [none if text == "bad" else len(text) for text in texts]
+    )
     values, failures, warnings = score(odd)
-    assert (values, failures, len(warnings)) == ([[1, 0, 1], [0, 1, 1]], 2, 1)
+    assert (values, failures, len(warnings)) == ([[4, 4, 4], [4, 4, 5]], 2, 1)
 
 
 def test_tensors_and_arrays_are_copied_because_they_may_be_used_again() -> None:
@@ -237,18 +324,18 @@ def test_tensors_and_arrays_are_copied_because_they_may_be_used_again() -> None:
         buffer.data[:] = int(example.answer)
         return buffer
 
-    assert score(reused, workers=0)[0] == [[2] * 3, [4] * 3]
+    assert score(reused, workers=1)[0] == [[2] * 3, [4] * 3]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_a_call_that_hangs_is_given_up(workers: int, hold: threading.Event) -> None:
     @reward(timeout_s=0.05)
     def slow(example: Example, text: str) -> float:
         if text == "bad":
             hold.wait()
-        return 1.0
+        return len(text)
 
-    assert score(slow, workers)[:2] == ([[1, 0, 1], [0, 1, 1]], 2)
+    assert score(slow, workers)[:2] == ([[4, 4, 4], [4, 4, 5]], 2)
 
 
 def test_a_process_whose_reward_hangs_exits(tmp_path: Path) -> None:
@@ -267,11 +354,61 @@ def hangs(example, text):
     time.sleep(1000)
 
 scorer = RewardScorer(Nothing(), functions=[hangs], workers=2)
-print(scorer.score([Example("?")], [["a", "b"]]).failures)
+print(scorer.score([Example("?")], [["a", "b"]]).failed["hangs"])
 """)
     command, env = [sys.executable, program], {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, b"{'hangs': 2}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, b"[[ True  True]]\n"), done.stderr
+
+
+HANGS = """
+import re
+from minigrpo.rewards import RewardScorer, reward
+from minigrpo.runtime.watchdog import Watchdog
+from minigrpo.task import Task
+from minigrpo.types import Example
+
+@reward(timeout_s=0.2, process=PROCESS)
+def backtracks(example, text):  # and holds Python's lock for ages on one text
+    return len(text) if re.match("(a+)+$", text) else -1.0
+"""
+SCORES = """
+from pathlib import Path
+import rewards
+from minigrpo.rewards import RewardScorer
+from minigrpo.runtime.watchdog import Watchdog
+from minigrpo.task import Task
+from minigrpo.types import Example
+
+watchdog = Watchdog(Path("marks.jsonl"), grace_s=1.0)
+scorer = RewardScorer(Task(), functions=[rewards.backtracks], watchdog=watchdog, workers=1)
+for _ in range(2):
+    table = scorer.score([Example("?")], [["a" * 3, "a" * 40 + "!", "b"]])
+    print(table.parts["backtracks"].tolist(), table.failed["backtracks"].tolist())
+"""
+SETTLED = b"[[3.0, -1.0, -1.0]] [[False, True, False]]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [True, False])
+def test_a_call_that_holds_the_lock_ends_its_process_and_counts_as_failed(
+    process: bool, tmp_path: Path
+) -> None:
+    """A worker process is ended alone. Without one the run is ended, and the next goes on."""
+    (tmp_path / "rewards.py").write_text(HANGS.replace("PROCESS", str(process)))
+    (tmp_path / "scores.py").write_text(SCORES)
+    env = {"PYTHONPATH": str(ROOT)}
+
+    def run() -> "subprocess.CompletedProcess[bytes]":
+        command = [sys.executable, "scores.py"]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=90)
+
+    if not process:
+        killed = run()
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert b"backtracks" in killed.stderr and b"a" * 40 + b"!" in killed.stderr
+    done = run()
+    assert (done.returncode, done.stdout) == (0, SETTLED * 2), done.stderr
 
 
 @pytest.mark.parametrize("kind", ["", "batched", "grouped", "task"])
@@ -292,7 +429,8 @@ def test_code_that_changes_its_example_changes_no_other_score(kind: str) -> None
     task = load_task(Own(), seed=0) if kind == "task" else Lengths()
     scorer = RewardScorer(task, functions=functions)
     for _ in range(2):
-        assert not any(scorer.score([example], [["a", "b"]]).failures.values())
+        failed = scorer.score([example], [["a", "b"]]).failed.values()
+        assert not np.any(list(failed))
     assert example.fields["numbers"] == [1, 2]
 
 
@@ -301,7 +439,7 @@ def test_an_error_in_the_task_ends_the_run() -> None:
         def score(self, example: Any, text: Any) -> Any:
             raise LookupError
 
-    for workers in (0, 2):
+    for workers in (1, 2):
         with pytest.raises(LookupError):
             RewardScorer(Broken(), workers=workers).score(EXAMPLES, TEXTS)
 
@@ -309,27 +447,15 @@ def test_an_error_in_the_task_ends_the_run() -> None:
 # --- functions of tokens --------------------------------------------------------------------------
 
 
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-
-def completions_of(texts: Sequence[Sequence[str]]) -> Completions:
-    """Completions of three tokens, whose log-probs are -0.5."""
-    ids = torch.tensor([[[ord(x) for x in text] for text in group] for group in texts])
-    logp = torch.full(ids.shape, -0.5)
-    return Completions(ids[:, 0], torch.ones(len(ids)), ids, ids > 0, logp)
-
-
 def score_tokens(task: Task, functions: Sequence[RewardFunction]) -> RewardTable:
-    texts = [["abc", "bcd"], ["cde", "xyz"]]
-    others: Any = {"tokenizer": Letters(), "token_model": lambda name: name.upper()}
+    """The table of completions of three tokens, whose log-probs are -0.5."""
+    texts, tokenizer = [["abc", "bcd"], ["cde", "xyz"]], load_tokenizer("chess")
+    others: Any = {"tokenizer": tokenizer, "token_model": lambda name: name.upper()}
     scorer = RewardScorer(task, functions=functions, **others)
-    completions = completions_of(texts)
+    ids = [[tokenizer.encode(text) for text in group] for group in texts]
+    completions = replace(to_completions([[1], [1]], ids), sampler_logp=torch.full((2, 2, 3), -0.5))
     table = scorer.score(EXAMPLES, texts, completions, temperature=0.7)
-    assert completions.sampler_logp is not None and (completions.sampler_logp == -0.5).all()
+    assert (completions.sampler_logp == -0.5).all()
     return table
 
 
@@ -338,7 +464,6 @@ def test_functions_of_tokens_see_log_probs_tokens_and_models_and_change_nothing(
 
     @reward(tokens=True, weight=2.0)
     def likelihood(batch: TokenBatch) -> torch.Tensor:
-        assert batch.completions.sampler_logp is not None
         ids = batch.completions.completion_ids
         seen.append([batch.decode(ids[1, 1].tolist()), batch.temperature, batch.model("m")])
         found = batch.completions.sampler_logp.sum(-1).clone()
@@ -362,7 +487,7 @@ def test_a_task_may_score_tokens_and_texts() -> None:
 
     table = score_tokens(Both(), [])
     assert list(table.parts) == ["confidence", "length", "right"]
-    assert table.total.tolist() == [[4, 3], [5, 7]]
+    assert table.total.tolist() == [[4, 4], [5, 7]]  # what is left out counts as the group's mean
 
 
 def test_a_function_of_tokens_that_gives_no_values_ends_the_run() -> None:

@@ -40,10 +40,8 @@ def plain_logp(model: Transformer, prompt: list[int], ids: list[int]) -> Tensor:
 
 
 def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
-    options: Any = {"name": "student", "autocast": nullcontext}
-    options["run_in_parts"] = lambda function, total: function(total)  # room for everything
-    options["offload"] = False
-    return FrozenModel(model, tokenizer, packing=pack, **options)
+    # there is room for everything at once
+    return FrozenModel(model, tokenizer, pack, "student", lambda f, n: f(n), nullcontext, False)
 
 
 def batch_of(
@@ -159,7 +157,6 @@ def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
 def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:
     assert shipped_model("rlt").is_file()
     task = load_task("rlt", seed=0)
-    assert isinstance(task, RLT)
     model = Transformer.from_pretrained(Path(task.student))
     examples = [task.held_out(i) for i in range(60)]
     texts = [[x.answer, "<think>abcdef</think>"] for x in examples]

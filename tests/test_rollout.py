@@ -40,7 +40,6 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     counted = alive.completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
     assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
-    assert keep.rewards is not None and punish.rewards is not None
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
     lengths = keep.completions.completion_mask.sum(-1)
     total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12)
@@ -52,10 +51,8 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
-    assert trainer.reference
     reference, batch = trainer.reference.model, trainer.source.batch(0)
     packing = PACKINGS["repeated"](batch.completions)
-    assert batch.ref_logp is not None
     for temperature, same in ((0.6, True), (1.0, False)):
         expected = reference(packing, temperature)[0]
         assert torch.allclose(batch.ref_logp, expected, rtol=1e-9, atol=1e-11) == same
@@ -67,7 +64,6 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner
-    assert c.log_kept_mass is not None and c.behavior_logp is not None
     logp, _ = learner.forward(learner.pack(batch))
     weights = (logp.detach() - c.behavior_logp).exp().clamp(max=2.0)
     mask = c.completion_mask
@@ -95,7 +91,6 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     options = {"overlong": "mask", "max_new_tokens": 2, "warmup_steps": 0, "loss": loss}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
-    assert batch.loss_mask is not None
     batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
     metrics = trainer.learner.learn(batch, 0)
@@ -122,7 +117,6 @@ def test_resampling_replaces_dead_groups_only_and_gives_up_after_n_tries(
     batch = trainer.source.batch(0)
     assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
     assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8
-    assert batch.rewards is not None and plain.rewards is not None and batch.advantages is not None
     for p in (0, 2, 4, 5):
         assert batch.examples[p] == plain.examples[p] and batch.texts[p] == plain.texts[p]
         assert (batch.rewards.total[p] == plain.rewards.total[p]).all()
@@ -153,7 +147,6 @@ def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) 
     )
     options |= {"rewards": str(tmp_path / "length.py"), "aggregate": "normalize-then-sum"}
     batch = make_trainer(tmp_path / "run", **options).source.batch(0)
-    assert batch.rewards is not None and batch.advantages is not None
     total = overlong_punishment(batch.completions.completion_len, 12).double()
     for name, weight in (("similarity", 1.0), ("length", -0.5)):
         part = torch.from_numpy(batch.rewards.parts[name])

@@ -1,9 +1,11 @@
 """Sampling: every token is that of a loop without cache, batch or drafts, which is written here."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from minigrpo import Config
 from minigrpo.config import SamplingConfig
 from minigrpo.evaluate import complete
 from minigrpo.model.packing import PACKINGS
+from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as sampling
@@ -27,6 +30,7 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
+from .tiny import tiny_tokenizer_folder
 
 LENGTH = 12
 
@@ -124,7 +128,6 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
     )
     plain = SamplingConfig(temperature=params.temperature)
     assert (found.log_kept_mass is None) == (params == plain)
-    assert found.sampler_logp is not None
     tables = [found.completion_ids, found.sampler_logp]
     if found.log_kept_mass is not None:
         tables.append(found.log_kept_mass)
@@ -150,7 +153,6 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
         packing = pack(sampled.to("cpu"), device)
         logp, _ = model(packing, 0.8)
         torch.testing.assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
-    assert sampled.log_kept_mass is not None
     kept = sampled.log_kept_mass[sampled.completion_mask]
     assert -3 < kept.min() < kept.max() < 0
 
@@ -224,8 +226,7 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
     others: Any = {"autocast": nullcontext, "warn": print, "speculate": speculate}
-    letters: Any = Letters()
-    return Sampler(Config.of(**settings), model, letters, **others)
+    return Sampler(Config.of(**settings), model, Letters(), **others)
 
 
 def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
@@ -234,25 +235,63 @@ def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
     return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)[0]
 
 
-def test_a_sampler_speculates_only_if_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_speculates_only_if_told(rounds: list[tuple[int, int, int]]) -> None:
     plain = make_sampler()
     whole = completed(plain)
-    windows = list[int]()
-    step = Decoder.step
-
-    def watched(self: Decoder, tokens: Tensor, *args: Any) -> Tensor:
-        windows.append(tokens.shape[1])
-        return step(self, tokens, *args)
-
-    monkeypatch.setattr(Decoder, "step", watched)
     for speculate, speculated, window in ((True, 3, 4), (True, 0, 1), (False, 3, 1)):
-        windows.clear()
+        rounds.clear()
         sampler = make_sampler(speculate=speculate, num_speculative_tokens=speculated)
         found = completed(sampler, batch_size=3)
         assert torch.equal(found.completion_ids, whole.completion_ids)
         assert torch.equal(found.completion_mask, whole.completion_mask)
-        assert {*windows} == {window}
+        assert {tokens for _, tokens, _ in rounds} == {window}
     assert complete(plain, EXAMPLES)[0].completion_ids.shape[:2] == (4, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen", "mistral", "chess"])
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_text(
+    family: str, drafts: bool, tmp_path: Path
+) -> None:
+    """As a loop over the tokens of a completion without stop texts finds it."""
+    folder = family if family == "chess" else str(tiny_tokenizer_folder(tmp_path, family))
+    tokenizer = load_tokenizer(folder)
+    with torch.no_grad():
+        model = Transformer(ModelShape(tokenizer.n_vocab, 80, 1, 16, 2), seed=1).double()
+        model.head_weight.mul_(30)
+    size, n = 32, 6
+    u = uniforms(0, "test", 0, np.arange(n), 3, size)
+
+    def completed(answers: Sequence[str], stop: list[str]) -> Completions:
+        config = Config.of(max_new_tokens=size, stop=stop)
+        options: Any = {"autocast": nullcontext, "warn": print, "speculate": drafts}
+        sampler = Sampler(config, model, tokenizer, **options)
+        examples = [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)]
+        options = {"num_samples": 3, "u": u, "sampling": sampling.PLAIN, "batch_size": 4}
+        return sampler.complete(examples, **options)[0]
+
+    before = tokenizer.encode("a")
+    whole = completed([""] * n, [])
+    rows = [row[mask].tolist() for row, mask in zip(*rows_of(whole), strict=True)]
+    texts = [tokenizer.text_of([*before, *row])[1:] for row in rows]
+    stop = [piece for text in texts[::5] if "\ufffd" not in (piece := text[12:15])]
+    cut = completed([tokenizer.decode(row) for row in rows[::3]], stop)
+    ended = cut.ended(tokenizer.stops).flatten().tolist()
+    lengths = list[int]()
+    for row, ids, mask, is_ended in zip(rows, *rows_of(cut), ended, strict=True):
+        shown = [tokenizer.text_of([*before, *row[: k + 1]])[1:] for k in range(len(row))]
+        stops = [k + 1 for k, text in enumerate(shown) if any(map(text.__contains__, stop))]
+        lengths.append(stops[0] if stops else len(row))
+        assert ids[mask].tolist() == row[: lengths[-1]] and not ids[lengths[-1] :].any()
+        assert is_ended == bool(stops or row[-1] in tokenizer.stops)
+    assert min(lengths) < size and max(lengths) == size and stop
+    width = cut.completion_ids.shape[-1]
+    logp = torch.where(cut.completion_mask, whole.sampler_logp[..., :width], 0)
+    torch.testing.assert_close(cut.sampler_logp, logp, rtol=0, atol=1e-5)
+
+
+def rows_of(completions: Completions) -> tuple[Tensor, Tensor]:
+    return completions.completion_ids.flatten(0, 1), completions.completion_mask.flatten(0, 1)
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
@@ -280,22 +319,17 @@ def test_under_autocast_the_low_precision_copy_samples_with_the_current_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    model, used = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2)), []
-
-    def watched(given: Transformer, *args: Any, **options: Any) -> Any:
-        used.append(given)
-        return generation(given, *args, **options)
-
-    generation = Generation
-    monkeypatch.setattr(sampler_module, "Generation", watched)
+    model = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2))
+    generation = Mock(wraps=Generation)
+    monkeypatch.setattr(sampler_module, "Generation", generation)
     autocast: list[Callable[[], Any]] = [lambda: torch.autocast("cpu", torch.bfloat16)]
     config = Config.of(max_new_tokens=LENGTH, use_amp=True)
-    letters: Any = Letters()
-    sampler = Sampler(config, model, letters, autocast=lambda: autocast[-1](), warn=print)
+    sampler = Sampler(config, model, Letters(), autocast=lambda: autocast[-1](), warn=print)
     completed(sampler)
-    assert used[0] is sampler.low_precision is not model
-    pairs = zip(used[0].parameters(), model.parameters(), strict=True)
+    used = generation.call_args.args[0]
+    assert used is sampler.low_precision is not model
+    pairs = zip(used.parameters(), model.parameters(), strict=True)
     assert all(a is b for a, b in pairs)
     autocast.append(lambda: torch.autocast("cpu", enabled=False))  # as after a fallback to float32
     completed(sampler)
-    assert used[1] is model
+    assert generation.call_args.args[0] is model

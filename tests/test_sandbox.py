@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -175,12 +174,14 @@ def children(pid: int) -> list[int]:
 
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
-    deadline = time.monotonic() + 20
-    while True:
-        pids = children(worker.process.pid)
-        if len(pids) == 1:
-            return pids[0]
-        assert time.monotonic() < deadline
+    pids = list[int]()
+
+    def only_one_is_there() -> bool:
+        pids[:] = children(worker.process.pid)
+        return len(pids) == 1
+
+    wait_until(only_one_is_there, seconds=20)
+    return pids[0]
 
 
 def state_of(path: Path) -> tuple[int, int]:
@@ -363,7 +364,6 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
 """
     command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
-    assert trainer.stdout
     pid = int(trainer.stdout.readline())
     everyone = [pid, *children(pid)]
     trainer.send_signal(signal.SIGKILL)

@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .tiny import TINY, flags, tiny_chess_model
+from .tiny import TINY, flags, tiny_chess_model, wait_until
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
@@ -63,11 +62,8 @@ def test_a_signal_saves_and_requeues_and_the_next_part_goes_on(
 ) -> None:
     out = tmp_path / "out"
     job = submit(slurm, max_steps=100_000)
-    end = time.monotonic() + 120
-    while len(list(out.glob("checkpoints/step_*"))) < 2:
-        assert time.monotonic() < end and job.poll() is None, job.communicate()[0]
-        time.sleep(0.2)
-    os.kill(job.pid, signal.SIGUSR1)
+    wait_until(lambda: len(list(out.glob("checkpoints/step_*"))) > 1 or job.poll() is not None, 120)
+    job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 0, output
     summary = json.loads((out / "summary.json").read_text())

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from minigrpo import Trainer, Transformer
-from minigrpo.config import Config
 from minigrpo.model.encoding import encode_prompt, to_completions
 from minigrpo.types import ConfigError, Example
 
-from .steps import make_trainer
+from .steps import make_trainer, tiny_trainer
 from .test_packing import naive
 from .test_resume import bits, lines
-from .tiny import TINY, tiny_chat_model, tiny_chess_model, write_jsonl
+from .tiny import tiny_chat_model, tiny_chess_model, write_jsonl
 
 SUMS = str(Path(__file__).parents[1] / "examples" / "sums.jsonl")
 ALONE: dict[str, Any] = {"group_size": 1, "reward_weights": {"similarity": 0.0}}
@@ -38,7 +37,6 @@ def sharp(folder: Path) -> str:
 @pytest.mark.parametrize("teacher", ["self", "initial"])
 def test_the_model_itself_teaches_nothing_without_context(tmp_path: Path, teacher: str) -> None:
     run = make_run(tmp_path, teacher=teacher, **ALONE, num_iterations=2, warmup_steps=0)
-    assert run.teacher
     run.teacher.model.load_state_dict(run.model.state_dict())  # `make_trainer` changed it
     batch, _ = run.learner.prepare(run.source.batch(0))
     assert batch.teacher_logp is not None
@@ -47,7 +45,6 @@ def test_the_model_itself_teaches_nothing_without_context(tmp_path: Path, teache
     with torch.no_grad():
         run.model.wte.weight.mul_(1.5)
     batch, _ = run.learner.prepare(run.source.batch(1))
-    assert batch.teacher_logp is not None
     assert torch.allclose(batch.teacher_logp, batch.old_logp) == (teacher == "self")
 
 
@@ -78,7 +75,6 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
     ]
     seen = to_completions(prompts, ids)
     expected = naive(run.model, seen, 0.8)[0].detach()
-    assert before.teacher_logp is not None
     torch.testing.assert_close(before.teacher_logp, expected, rtol=0, atol=1e-10)
 
 
@@ -91,22 +87,17 @@ def test_a_student_nears_its_teacher_without_rewards_and_groups(tmp_path: Path) 
 
 
 def test_a_resume_has_the_same_teacher(tmp_path: Path) -> None:
-    options = {"teacher_context": "answer", "max_steps": 6, "seed": 3}
-    options |= {"task": "prompts", "data": SUMS, "model": str(tiny_chess_model(tmp_path / "model"))}
-
-    def make(name: str, **changes: Any) -> Trainer:
-        given = {**TINY, **options, "save_every": 1, "out_dir": str(tmp_path / name), **changes}
-        return Trainer(Config.of(**given), quiet=True)
-
+    options: dict[str, Any] = {"task": "prompts", "data": SUMS, "teacher_context": "answer"}
+    options |= {"max_steps": 6, "save_every": 1, "seed": 3}
     for teacher in ("self", "initial"):
-        calm = make(teacher, teacher=teacher)
+        whole, parted = tmp_path / teacher, tmp_path / f"{teacher}-2"
+        calm = tiny_trainer(whole, teacher=teacher, **options)
         calm.fit()
-        make(f"{teacher}-2", teacher=teacher, stop_after=3).fit()
-        again = make(f"{teacher}-2", teacher=teacher, resume="auto")
+        tiny_trainer(parted, teacher=teacher, stop_after=3, **options).fit()
+        again = tiny_trainer(parted, teacher=teacher, resume="auto", **options)
         again.fit()
         assert bits(again) == bits(calm)
-        logs = [lines(tmp_path / name, "metrics.jsonl") for name in (teacher, f"{teacher}-2")]
-        assert logs[0] == logs[1]
+        assert lines(parted, "metrics.jsonl") == lines(whole, "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

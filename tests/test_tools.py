@@ -121,11 +121,8 @@ def test_misuse_exits_with_code_2(argv: list[str]) -> None:
 
 
 def test_a_run_that_diverges_exits_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverge(trainer: Any) -> None:
-        raise Diverged("the loss is not finite")
-
-    monkeypatch.setattr(train, "Trainer", lambda *args, **options: None)
-    monkeypatch.setattr(train, "fit", diverge)
+    monkeypatch.setattr(train, "Trainer", Mock())
+    monkeypatch.setattr(train, "fit", Mock(side_effect=Diverged("the loss is not finite")))
     assert call("train") == 1
 
 
@@ -178,7 +175,6 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
     """Those of its run, whatever the file of questions is."""
     file = str(questions(tmp_path / "train.jsonl", 40))
     task, whole = (load_task("prompts", seed=0, **{key: file}) for key in ("data", "eval_data"))
-    assert task.questions is not None
     np.save(tmp_path / "trained_on.npy", task.questions[0])
     found: list[str] = []
     warn_of_known_questions(str(tmp_path), task.questions, found.append)
@@ -205,6 +201,24 @@ def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[st
     show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
     lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
     assert lines[1:4] == [*said]
+
+
+def test_an_answer_is_called_so_where_the_task_says_that_it_is_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.tiny_chat_model(tmp_path / "chat")
+    rows = [{"prompt": f"{n}=", "answer": f"#### {n}"} for n in range(40)]
+    data = {"data": tiny.write_jsonl(tmp_path / "rows.jsonl", rows)}
+    for name, settings, label in [
+        ("shipped", {"task": "chess-env"}, "answer"),
+        (model, {"task": "prompts", **data}, "answer"),
+        (model, {"task_args": "judge=none", "overlong": "punish", **data}, "reference"),
+        ("shipped", {"task": "code"}, "reference"),  # a random function, which SFT learns
+    ]:
+        words = ("--examples", 2, "--max-new-tokens", 4, *tiny.flags(settings))
+        assert call("sample", name, *words) == 0
+        shown = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
+        assert shown & {"answer", "reference"} == {label}
 
 
 def test_a_prompt_is_a_users_message_unless_it_is_raw(
@@ -261,7 +275,6 @@ def test_an_export_overwrites_nothing(tiny_run: Path, tmp_path: Path, name: str)
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with adapters on a tiny chat model."""
     folder = tmp_path_factory.mktemp("adapted")
     model, data = tiny.tiny_chat_model(folder / "model"), questions(folder / "data.jsonl", 40)
     settings = {**tiny.TINY, "task": "prompts", "data": str(data), "lora_rank": 2}

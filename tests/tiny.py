@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,9 @@ PROSE = """The user asks and the assistant answers: what is 12 + 34? It's 46, is
 
 The end of the text, the end of the turn.
 """
-# Qwen2.5's template in short: a default system message, contents as they are
-QWEN_TEMPLATE = """
-{%- if messages[0].role != 'system' %}
-    {{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
-{%- endif %}
-{%- for tool in tools or [] %}
-    {{- tool | tojson + '\\n' }}
-{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+TEMPLATES = Path(__file__).parent / "templates"  # published ones in short
+# a default system message, contents as they are
+QWEN_TEMPLATE = (TEMPLATES / "qwen2.5.jinja").read_text("utf-8")
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
@@ -78,6 +67,11 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     """Write a line of JSON for each row."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def published_template(name: str) -> str:
+    """A chat template that TRL brings."""
+    return (resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text()
 
 
 def tiny_tokenizer_folder(
@@ -157,19 +151,10 @@ def tiny_chat_model(folder: Path, context: int = 160) -> Path:
 
     tiny_tokenizer_folder(folder)
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    config = {
-        "model_type": "qwen2",
-        "vocab_size": size,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
+    config = {"model_type": "qwen2", "vocab_size": size, "max_position_embeddings": context}
+    config |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     model = Transformer.from_pretrained(folder)  # random weights
     # larger than at the start of training, so that an answer depends on the prompt
@@ -181,15 +166,8 @@ def tiny_chat_model(folder: Path, context: int = 160) -> Path:
 def tiny_chess_model(folder: Path, context: int = 192) -> Path:
     """Write the config.json of a GPT-2 of one layer for the chess tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "gpt2",
-        "vocab_size": 360,
-        "n_positions": context,
-        "n_embd": 16,
-        "n_layer": 1,
-        "n_head": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    sizes = {"vocab_size": 360, "n_positions": context, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     return folder
 
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -23,10 +24,11 @@ Tool = Mapping[str, Any]  # the JSON schema of what the model may call
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
+OWN = {"messages", "tools", "add_generation_prompt"}  # variables that no setting changes
 PROBE = "qxzj"  # a word that is looked for in what a template writes
 TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
 # {% generation %} ... {% endgeneration %} marks what an assistant wrote; it changes no text
-GENERATION = re.compile(r"(?<={%)([-+]?\s*)(end)?generation\b")
+PLAIN_BLOCKS = {"generation": "if true", "endgeneration": "endif"}
 
 
 @dataclass(eq=False)
@@ -38,10 +40,11 @@ class Chat:
     tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
     special: Collection[str] = ()  # tokens that only the template may write
     system: str = ""  # for messages without a system message
+    args: Mapping[str, Any] = field(default_factory=dict)  # variables, of --chat-args
 
     def __post_init__(self) -> None:
         """Set jinja2 up as transformers does. Raises ConfigError for bad jinja2."""
-        # sequences of roles of which the template was found to write the messages that matter
+        # roles and variables with which the template was found to write the messages that matter
         self.checked = set[tuple[str, ...]]()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -51,66 +54,83 @@ class Chat:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
         with refusing(self.name):
-            self.template = environment.from_string(GENERATION.sub(_plain_block, self.source))
+            source = self.source
+            for block, plain in PLAIN_BLOCKS.items():
+                source = re.sub(rf"(?<={{%)([-+]?\s*){block}\b", rf"\1{plain}", source)
+            self.template = environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(environment.parse(source)) - OWN
 
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
+        args: Mapping[str, Any] = {},
         *,
         add_generation_prompt: bool = True,
     ) -> str:
         """The text of messages, up to where the assistant's answer begins."""
         with refusing(self.name):  # a template is a program: it raises whatever it likes
             return self.template.render(
+                {"documents": None, **self.tokens, **self.args, **args},
                 messages=messages,
                 tools=tools or None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.tokens,
             )
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), args: Mapping[str, Any] = {}
+    ) -> str:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
         if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
             messages = [{"role": "system", "content": self.system}, *messages]
-        self._check(messages)
-        text = self.render(messages, tools)
-        if tools and text == self.render(messages):
+        self._check(messages, args)
+        text = self._open(messages, tools, args)
+        if tools and text == self._open(messages, (), args):
             raise ConfigError(f"{self.name}: leaves out tools")
         return text
 
-    def between(self, answers: Sequence[Message]) -> str:
+    def _open(self, messages: Sequence[Message], tools: Sequence[Tool], args: Any) -> str:
+        """The text up to where the policy goes on: perhaps within a message of the assistant's."""
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self.render(messages, tools, args)
+        if last.get("tool_calls"):
+            raise ConfigError("the last message calls a tool: give the result after it")
+        marked = {**last, "content": f"{last['content']}{PROBE} "}
+        whole = self.render([*before, marked], tools, args, add_generation_prompt=False)
+        text, _, rest = whole.rpartition(PROBE)
+        if "".join(last["content"].split()) not in "".join(text.split()):
+            raise ConfigError(f"{self.name}: leaves out the beginning of the answer")
+        return text if rest.startswith(" ") else text.rstrip()  # it trims contents
+
+    def between(self, answers: Sequence[Message], args: Mapping[str, Any] = {}) -> str:
         """What the template writes from the end of an assistant's turn to its next one.
 
-        `answers`: of a user, or of tools. The text is read off a dialogue that is always the same.
-        So it does not depend on earlier turns, which stay as they were sampled even where the
-        template would write them differently (Qwen3's drops earlier reasoning).
+        `answers`: of a user, or of tools. The dialogue before them is always the same: earlier
+        turns stay as they were sampled, also where the template would change them (Qwen3's does).
         """
         dialogue = [*TURN, *answers]
-        self._check(dialogue)
-        return self.render(dialogue).partition(PROBE)[2].lstrip().removeprefix(self.turn_end)
+        self._check(dialogue, args)
+        text = self.render(dialogue, args=args)
+        return text.partition(PROBE)[2].lstrip().removeprefix(self.turn_end)
 
-    def _check(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError for a special token in a message, or messages that are left out.
-
-        The former could end its own turn. Without the last message, or one with instructions,
-        prompts with different questions would be equal, or a system message would do nothing.
-        """
-        data = json.dumps(messages, ensure_ascii=False)
-        for token in self.special:
+    def _check(self, messages: Sequence[Message], args: Any) -> None:
+        """Raise ConfigError for special tokens in messages, and for messages that are left out."""
+        data = json.dumps(messages, ensure_ascii=False, default=str)
+        for token in self.special:  # it could end its own turn
             if token in data:
                 raise ConfigError(f"a message has the special token {token}: remove it")
         roles = tuple(message["role"] for message in messages)
-        if roles in self.checked:
+        case = (*roles, str(args))
+        if case in self.checked:
             return
         probes = [{**message, "content": f"{PROBE}{n}."} for n, message in enumerate(messages)]
-        text = self.render(probes)
+        text = self._open(probes, (), args)
         for probe in probes:
             matters = probe["role"] in INSTRUCTIONS or probe is probes[-1]
             if matters and probe["content"] not in text:
                 raise ConfigError(f"{self.name}: leaves out messages of {probe['role']}")
-        self.checked.add(roles)
+        self.checked.add(case)
 
     @cached_property
     def turn_end(self) -> str:
@@ -120,9 +140,12 @@ class Chat:
         return max(filter(rest.startswith, self.special), key=len, default="")
 
 
-def _plain_block(mark: re.Match[str]) -> str:
-    """A block that jinja2 knows in place of `generation` or `endgeneration`."""
-    return mark[1] + ("endif" if mark[2] else "if true")
+def extended(messages: Sequence[Message], text: str) -> list[Message]:
+    """Messages with more text in the last one that asks; the beginning of an answer follows it."""
+    place = max(n for n, message in enumerate(messages) if message["role"] != "assistant")
+    asking = messages[place]
+    longer = {**asking, "content": asking["content"] + text}
+    return [*messages[:place], longer, *messages[place + 1 :]]
 
 
 def _raise_exception(message: str) -> None:

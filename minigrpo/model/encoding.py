@@ -1,12 +1,12 @@
 """Tokenize texts into padded rows of tokens, and decode completions.
 
-Prompt and completion are encoded separately. The model is fine-tuned, sampled and trained on
-encode(prompt) + encode(completion), never on encode(prompt + completion), where one token may span
-the boundary. Training uses the sampled tokens. It never re-encodes their text, because that could
-give different tokens from those whose log-probs were recorded.
+Prompt and completion are encoded separately: together, one token may span the boundary. Training
+uses the sampled tokens. It never re-encodes their text, because that could give other tokens than
+those whose log-probs were recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,14 +45,19 @@ def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
     return ({"role": "user", "content": example.prompt},)
 
 
+def template_args(example: Example) -> Mapping[str, Any]:
+    """What a row says of the chat template's variables; it counts above --chat-args."""
+    return example.fields.get("chat_template_kwargs") or {}
+
+
 def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of a prompt."""
     messages = messages_of(tokenizer, example)
     if not messages:
         return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
     if tokenizer.chat is None:
         raise ConfigError(f"messages: --tokenizer {tokenizer.name} has no chat template")
-    return tokenizer.encode(tokenizer.chat.prompt(messages, example.tools or ()), special=True)
+    text = tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
+    return tokenizer.encode(text, special=True)
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
@@ -65,6 +70,8 @@ def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
     """`pad` of the prompts. Raises ConfigError for one that does not have 1 to `room` tokens."""
+    if room < 1:
+        raise ConfigError("--max-new-tokens: as many as the model's context has, or more")
     return pad([_prompt_within(room, tokenizer, example) for example in examples])
 
 
@@ -74,8 +81,7 @@ def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[in
         if not 0 < len(ids) <= room:
             raise ConfigError(f"a prompt of {len(ids)} tokens: 1 to {room} leave room to answer it")
     except ConfigError as error:
-        name = f"example {example.index} ({example.prompt[:60]!r}...)"
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{example.label}: {error}") from None
     return ids
 
 
@@ -94,8 +100,8 @@ def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[str]]:
     ids = completions.completion_ids.tolist()
     lengths = completions.completion_len.tolist()
     return [
-        [tokenizer.decode(row[:length]) for row, length in zip(rows, row_lengths, strict=True)]
-        for rows, row_lengths in zip(ids, lengths, strict=True)
+        [tokenizer.decode(row[:length]) for row, length in zip(*group, strict=True)]
+        for group in zip(ids, lengths, strict=True)
     ]
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ..types import Completions, ConfigError, Example, RolloutBatch
-from .encoding import encode_prompt, messages_of, pad
+from .chat import extended
+from .encoding import encode_prompts, messages_of
 from .packing import Pack
 from .tokenizer import Tokenizer
 from .transformer import Transformer
@@ -67,25 +68,19 @@ class FrozenModel:
         if not field:
             return batch.completions
         examples = [with_context(self.tokenizer, example, field) for example in batch.examples]
-        ids, lengths = pad([self.encode_prompt(example) for example in examples])
+        ids, lengths = encode_prompts(self.tokenizer, examples, self.model.shape.context)
         return replace(batch.completions, prompt_ids=ids, prompt_len=lengths)
-
-    def encode_prompt(self, example: Example) -> list[int]:
-        """The tokens of an example's prompt, or of its messages by the model's own template."""
-        return encode_prompt(self.tokenizer, example)
 
 
 def with_context(tokenizer: Tokenizer, example: Example, field: str) -> Example:
     """An example whose prompt has the text of one of its fields too, for --teacher-context.
 
-    The text follows the last message, after an empty line. A plain prompt follows the text, because
-    its end is where the completion goes on. Raises ConfigError for an example without the field.
+    It follows the last message that asks. A plain prompt, which goes on at its end, follows it.
     """
     text = example.fields.get(field)
     if text is None:
-        raise ConfigError(f"--teacher-context: {example.prompt[:60]!r} has no {field}")
+        raise ConfigError(f"--teacher-context: {example.label} has no {field}")
     messages = messages_of(tokenizer, example)
     if not messages:
         return replace(example, prompt=f"{text}\n\n{example.prompt}")
-    last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{text}"}
-    return replace(example, messages=(*messages[:-1], last))
+    return replace(example, messages=extended(messages, f"\n\n{text}"))

@@ -18,10 +18,9 @@ from ..errors import refusing
 GPT2 = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
 # Each byte is named by a character that can be printed: by itself, or by one from 256 on.
-PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-UNPRINTED = [byte for byte in range(256) if byte not in PRINTED]
-CHARACTERS = {byte: chr(byte) for byte in PRINTED}
-CHARACTERS |= {byte: chr(256 + place) for place, byte in enumerate(UNPRINTED)}
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)  # in the same order
+CHARACTERS = dict(zip(BYTES, ALPHABET, strict=True))
 
 
 def gpt2_engine() -> tokenizers.Tokenizer:
@@ -32,11 +31,7 @@ def gpt2_engine() -> tokenizers.Tokenizer:
     special = encoding._special_tokens  # ids from n on
     tokens = sorted(ranks, key=ranks.__getitem__)
     vocabulary = {name_of(token): ranks[token] for token in tokens}
-    merges = []
-    for token in tokens:
-        if len(token) > 1:
-            first, second = map(name_of, halves(token, ranks))
-            merges.append((first, second))
+    merges = [halves(token, ranks) for token in tokens if len(token) > 1]
     engine = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
     engine.decoder = decoders.ByteLevel()
@@ -49,11 +44,11 @@ def name_of(token: bytes) -> str:
     return "".join(CHARACTERS[byte] for byte in token)
 
 
-def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
-    """The two parts whose merge makes a token of two bytes or more."""
+def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[str, str]:
+    """The names of the two parts whose merge makes a token of two bytes or more."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [first + second for first, second in pairwise(parts)]
         place = min(range(len(joined)), key=lambda place: ranks.get(joined[place], math.inf))
         parts[place : place + 2] = [joined[place]]
-    return parts[0], parts[1]
+    return name_of(parts[0]), name_of(parts[1])

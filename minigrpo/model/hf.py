@@ -5,6 +5,7 @@ loading it anyway would give a model that runs but writes nonsense.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +24,9 @@ from .shape import ModelShape
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"  # which shard holds a tensor
+# what PEFT writes
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 FOR_TRANSFORMERS = {"format": "pt"}  # the header that transformers expects
 SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelShape as JSON
 
@@ -65,8 +68,6 @@ def stored_name(shape: ModelShape, name: str) -> str:
     names = {"head": "lm_head"} if shape.is_gpt2 else LLAMA_NAMES
     return ".".join(names.get(part, part) for part in name.split("."))
 
-
-# --- config.json ----------------------------------------------------------------------------------
 
 # the fields of ModelShape -> their names in config.json
 GPT2_FIELDS = {
@@ -157,14 +158,8 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
     return {**written, "rope_scaling": scaling, "sliding_window": None}
 
 
-# --- weights --------------------------------------------------------------------------------------
-
-
 def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
-    """The shape of a model in a safetensors file or a folder, and its tensors by their names there.
-
-    Of a folder with a config.json alone there are none. Raises ConfigError.
-    """
+    """The shape of a model, and its tensors by their names in files. Raises ConfigError."""
     tensors: dict[str, Tensor] = {}
     for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
         tensors |= read_tensors(part)[1]
@@ -181,10 +176,7 @@ def read_model_shape(path: Path) -> ModelShape:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header of a safetensors file, and its tensors. Raises ConfigError.
-
-    They are mapped into memory: the file is read where their values are used.
-    """
+    """The header of a safetensors file, and its tensors, which are read where they are used."""
     with refusing(file), safe_open(file, framework="pt") as opened:
         return opened.metadata() or {}, load_file(file)
 
@@ -194,7 +186,7 @@ def _weight_files(file: Path) -> list[Path]:
     folder = file.parent
     if file.exists() or file.name != WEIGHTS:
         return [file]
-    index = read_json(folder / INDEX)
+    index = read_json(folder / "model.safetensors.index.json")  # tensor -> shard
     if index:
         return [folder / Path(name).name for name in sorted({*index["weight_map"].values()})]
     # random weights, unless there are others that are not read
@@ -240,7 +232,7 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     """The file or folder that a name stands for; ORG/NAME[@REVISION] is fetched from the Hub.
 
     An existing path comes first. The name of a folder from the Hub is the commit. Without `weights`
-    it has only config.json and the tokenizer. Raises ConfigError.
+    it has only settings and the tokenizer. Raises ConfigError.
     """
     on_hub = HUB_NAME.fullmatch(str(name))
     if Path(name).exists() or on_hub is None:
@@ -250,9 +242,21 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
 
         fetch = partial(snapshot_download, on_hub[1], ignore_patterns="*/*")
         folder = Path(fetch(revision=on_hub[2], allow_patterns=["*.json", "*.jinja"]))
-    if weights:
+    if weights and base_of(folder):
+        fetch(revision=folder.name, allow_patterns=ADAPTER_FILE)
+    elif weights:
         read_shape(read_json(folder / CONFIG))  # a model that is refused costs no gigabytes
         fetch(revision=folder.name, allow_patterns="model*.safetensors")
         if not _weight_files(folder / WEIGHTS):
             raise ConfigError(f"{name}: has no safetensors, or they are not here")
     return folder
+
+
+def base_of(folder: Path) -> str:
+    """The name of the model that PEFT's adapters in a folder belong to; "" if it has none."""
+    settings = read_json(folder / ADAPTER_CONFIG)
+    name = os.path.expanduser(settings.get("base_model_name_or_path") or "")
+    for path in (Path(name), folder / name):  # a relative one may begin in the adapters' folder
+        if path.exists():
+            return str(path) if name else ""
+    return f"{name}@{settings['revision']}" if settings.get("revision") else name

@@ -54,8 +54,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """`inputs @ weight.T + bias`, `[..., in]` -> `[..., out]`.
 
     A weight of another type than `inputs` must be frozen. On a CPU and without gradients, oneDNN
-    computes large products in float32. MKL, which torch calls, was measured to take up to twice as
-    long when there are few rows.
+    computes large products in float32: MKL, which torch calls, takes up to twice as long for few
+    rows.
     """
     kind = inputs.device.type
     is_low = torch.is_autocast_enabled(kind)
@@ -71,11 +71,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _FrozenWeight(torch.autograd.Function):
-    """A product with a frozen weight, cast in both passes.
-
-    Autograd would keep the cast weight of every layer until the backward pass: a whole model in the
-    wider type.
-    """
+    """A product with a frozen weight, cast in both passes. Autograd would keep every cast."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:

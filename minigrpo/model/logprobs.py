@@ -35,21 +35,15 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the next tokens, and the entropies of their distributions, in nats.
+    """Log-probabilities `[M]` of next tokens, and entropies `[M]` of their distributions, in nats.
 
-    Both are `[M]`, in float32 or wider.
-
-    Args:
-        hidden: `[M, D]`, final hidden states.
-        head: `[V, D]`, the weights of the output head.
-        targets: `[M]` int64, the next tokens.
-        learn_entropy: whether the entropy has a gradient; otherwise it is only a metric.
+    `hidden` `[M, D]` are final hidden states, `head` `[V, D]` the weights of the output head, and
+    `targets` `[M]` int64 the next tokens. Only with `learn_entropy` has the entropy a gradient.
     """
     kind = hidden.device.type
-    chunk = max(SMALLEST_CHUNK, MAX_LOGITS[kind] // len(head))
     # autocast does not apply in a custom backward
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, chunk, learn_entropy)
+    return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, learn_entropy)
 
 
 class _Chunked(torch.autograd.Function):
@@ -68,15 +62,13 @@ class _Chunked(torch.autograd.Function):
         head: Tensor,
         targets: Tensor,
         temperature: float,
-        chunk: int,
         learn_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, head, targets)
         ctx.temperature = temperature
-        ctx.chunk = chunk
         ctx.learn_entropy = learn_entropy
         logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
-        for part, logits in _logits_in_chunks(hidden, head, temperature, chunk):
+        for part, logits in _logits_in_chunks(hidden, head, temperature):
             logps = logits.log_softmax(-1)
             logp[part] = logps.gather(-1, targets[part, None])[:, 0]
             entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
@@ -92,7 +84,7 @@ class _Chunked(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
         grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
-        for part, logits in _logits_in_chunks(hidden, head, temperature, ctx.chunk):
+        for part, logits in _logits_in_chunks(hidden, head, temperature):
             slope = logits.softmax(-1).neg_()
             slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
             slope.mul_(grad[part, None] / temperature)
@@ -110,13 +102,14 @@ class _Chunked(torch.autograd.Function):
             elif learns:
                 grad_head += low.t() @ hidden[part]
             del logits, slope, low  # before the next chunk's exist
-        return grad_hidden, grad_head.to(head) if learns else None, None, None, None, None
+        return grad_hidden, grad_head.to(head) if learns else None, None, None, None
 
 
 def _logits_in_chunks(
-    hidden: Tensor, head: Tensor, temperature: float, chunk: int
+    hidden: Tensor, head: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Which tokens, and their logits."""
+    chunk = max(SMALLEST_CHUNK, MAX_LOGITS[hidden.device.type] // len(head))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         yield part, at_least_fp32(linear(hidden[part], head)).div_(temperature)

@@ -2,8 +2,8 @@
 
     y = W x + alpha / rank * B A x        A [rank, in], B [out, rank]; B starts at 0
 
-Only A and B have gradients, optimizer state and a place in checkpoints. With the adapters off, the
-model is the one that training started from, so the reference of a KL needs no second copy.
+Only A and B have gradients, optimizer state and a place in checkpoints. With A and B of the start,
+the model is the one that training started from: the reference of a KL shares all other weights.
 """
 
 import json
@@ -11,16 +11,26 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..types import ConfigError
-from .hf import GPT2_PREFIX, HUB_NAME, read_tensors, stored_name, write_tensors
+from ..errors import ConfigError, refusing
+from . import hf
 from .linear import Linear, dense, linear
 from .transformer import Transformer
 
-ADAPTER_FILE = "adapter_model.safetensors"
+# PEFT computes the formula above with any value of these settings in adapter_config.json, since the
+# names of tensors say which layers have adapters. Of other settings only these are taken.
+HARMLESS = {
+    *("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"),
+    *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora"),
+}
+INITS = (True, "gaussian", "orthogonal", "eva")  # others change the base too
+SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INITS}
 
 
 class LoRALinear(Linear):
@@ -51,17 +61,18 @@ def add_adapters(
     if not rank:
         return
     chosen = {*targets.replace(" ", "").split(",")} - {""}
-    linears = {name: part for name, part in model.h.named_modules() if type(part) is Linear}
+    parts = model.h.named_modules(prefix="h")
+    linears = {name: part for name, part in parts if type(part) is Linear}
     names = layer_names(linears)
-    unknown = chosen - {*names}
+    unknown = chosen - {*names, *linears}
     if unknown:
         raise ConfigError(f"--lora-targets: {', '.join(unknown)} is none of {', '.join(names)}")
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, base in linears.items():
         # c_proj is the name of two layers of a GPT-2 block; both are meant
-        if not chosen or name.split(".")[-1] in chosen:
-            model.h.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
+        if not chosen or chosen & {name, name.split(".")[-1]}:
+            model.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
@@ -74,23 +85,24 @@ def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
     return sorted({name.split(".")[-1] for name in layers})
 
 
-def disable_adapters(model: nn.Module) -> None:
-    """Make a model compute what it computed before it got adapters."""
+def freeze_adapters(model: nn.Module) -> None:
+    """Give a model that shares its parameters adapters of its own; new ones have no effect."""
     for layer in adapters(model).values():
-        layer.scale = 0.0
+        if not layer.lora_B.any():
+            layer.scale = 0.0
+        layer.lora_A = nn.Parameter(layer.lora_A.detach().clone(), requires_grad=False)
+        layer.lora_B = nn.Parameter(layer.lora_B.detach().clone(), requires_grad=False)
 
 
 @torch.no_grad()
 def merge_adapters(model: Transformer) -> Transformer:
-    """Make a model with adapters a plain one that computes the same, in place, in float32.
-
-    Sums are in float64, so that all machines round them alike.
-    """
+    """Make a model with adapters a plain one that computes the same, in place, in float32."""
     for parameter in model.parameters():
         wide = torch.promote_types(parameter.dtype, torch.float32)
         parameter.data = dense(parameter.data, wide)
     for name, layer in adapters(model).items():
         plain = Linear(layer.in_features, layer.out_features, device="meta")
+        # in float64, so that all machines round alike
         change = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
         merged = (layer.weight.double() + change).to(layer.lora_A.dtype)
         plain.weight = nn.Parameter(merged)
@@ -112,40 +124,60 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
-    prefix = f"base_model.model.{GPT2_PREFIX if model.shape.is_gpt2 else ''}"
+    prefix = f"base_model.model.{hf.GPT2_PREFIX if model.shape.is_gpt2 else ''}"
     names = trained_state(model)
-    return {name: f"{prefix}{stored_name(model.shape, name)}.weight" for name in names}
+    return {name: f"{prefix}{hf.stored_name(model.shape, name)}.weight" for name in names}
+
+
+def peft_settings(model: Transformer) -> dict[str, Any]:
+    """The settings of PEFT that say which adapters a model has."""
+    layers = adapters(model)
+    first = next(iter(layers.values()))
+    rank = len(first.lora_A)
+    return {"r": rank, "lora_alpha": first.scale * rank, "target_modules": layer_names(layers)}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
-    """The adapters as `PeftModel.from_pretrained(base_model, folder)` loads them.
-
-    Of each file the name, and what writes it to a path. `base`: the name or path of the model that
-    the adapters belong to; on the Hub, perhaps with @REVISION.
-    """
-    layers = adapters(model)
-    first = next(iter(layers.values()))
+    """The files that PEFT loads, by name: what writes each to a path. `base`: see `hf.base_of`."""
     names = peft_names(model)
     tensors = {names[name]: x for name, x in trained_state(model).items()}
-    on_hub = HUB_NAME.fullmatch(base)
+    on_hub = hf.HUB_NAME.fullmatch(base)
     name, revision = on_hub.groups() if on_hub else (base, None)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name,
         "revision": revision,
-        "r": len(first.lora_A),
-        "lora_alpha": first.scale * len(first.lora_A),
-        "target_modules": layer_names(layers),
         "fan_in_fan_out": model.shape.is_gpt2,
+        **peft_settings(model),
     }
     return {
-        ADAPTER_FILE: partial(write_tensors, tensors),
-        "adapter_config.json": lambda path: path.write_text(json.dumps(settings, indent=1)),
+        hf.ADAPTER_FILE: partial(hf.write_tensors, tensors),
+        hf.ADAPTER_CONFIG: lambda path: path.write_text(json.dumps(settings, indent=1)),
     }
 
 
-def load_peft(model: Transformer, file: Path) -> None:
-    """Load what `peft_files` wrote into a model with the same adapters."""
-    tensors = read_tensors(file)[1]
-    load_trained(model, {name: tensors[stored] for name, stored in peft_names(model).items()})
+def load_peft(model: Transformer, folder: Path) -> None:
+    """Load adapters of PEFT's into a model with the same ones. Raises ConfigError."""
+    tensors = hf.read_tensors(folder / hf.ADAPTER_FILE)[1]
+    ours = {stored: name for name, stored in peft_names(model).items()}
+    with refusing(f"{folder}: adapters for another model, or of a kind that is not supported"):
+        load_trained(model, {ours.get(stored, stored): x for stored, x in tensors.items()})
+
+
+def attach_peft(model: Transformer, folder: Path) -> None:
+    """Freeze a model, and put the adapters in a folder beside its layers. Raises ConfigError."""
+    settings = hf.read_json(folder / hf.ADAPTER_CONFIG)
+    for name, value in settings.items():
+        if value and name not in HARMLESS and value not in SUPPORTED.get(name, ()):
+            raise ConfigError(f"{folder}: adapters with {name} {value!r} are not supported")
+    in_all_layers = Transformer(model.shape, seed=None)
+    add_adapters(in_all_layers, rank=1)
+    names = peft_names(in_all_layers)
+    stored = hf.read_tensors(folder / hf.ADAPTER_FILE)[1]
+    layers = {name.rpartition(".")[0] for name in names if names[name] in stored}
+    with refusing(folder / hf.ADAPTER_CONFIG):
+        rank, alpha = settings["r"], settings["lora_alpha"]
+        stretch = rank**0.5 if settings.get("use_rslora") else 1  # scaled by alpha / sqrt(rank)
+        add_adapters(model, rank, alpha * stretch, ",".join(layers))
+    load_peft(model, folder)

@@ -21,10 +21,6 @@ A prompt and its completions are a tree. Its nodes, the packed tokens, are 11 in
 own text. In each group the prompt comes first, then what each completion adds to the tree: of the
 first group [1, 2], nothing, [3]; of the second [4, 5], nothing, [6].
 
-    place        0   1   2    3   4   5     6   7    8   9   10
-    token       10  11  12    1   2   3    20  21    4   5    6
-    position     0   1   2    3   4   4     0   1    2   3    2
-
 >>> packing = pack(completions)
 >>> packing.ids.tolist()
 [10, 11, 12, 1, 2, 3, 20, 21, 4, 5, 6]
@@ -71,18 +67,13 @@ from torch import Tensor
 from ..types import Completions
 from .logprobs import at_least_fp32
 
-# Two attention calls replace one only if together they compute at most this share of its scores.
-SPLIT_AT = 0.8
-MOST_CUTS = 32  # how many splits of many rows are tried
 # The places of the tokens that a completion adds to the tree, and of its prompt and all its inputs.
 AddedRow = tuple[Sequence[int], Sequence[int]]
 
 
 def rows_of(packed: Tensor, rows: Tensor) -> Tensor:
-    """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`.
-
-    index_select has a parallel backward; the backward of `packed[rows]` is a serial index_put.
-    """
+    """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`."""
+    # its backward is parallel; that of packed[rows] is a serial index_put
     return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
@@ -91,11 +82,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
 
     Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
     2305.13245). Left to torch, that would store the scores of all heads in most cases. So with a
-    mask, the R queries of a token become rows of the attention to their shared head; without one,
-    keys and values are repeated.
-
-    Args:
-        mask: `[B, 1, R * T, T']`, 0 or -inf.
+    `mask` `[B, 1, R * T, T']`, 0 or -inf, the R queries of a token become rows of the attention to
+    their shared head; without one, keys and values are repeated.
     """
     share = q.shape[1] // k.shape[1]
     if mask is None:
@@ -237,8 +225,8 @@ def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:
         return []
     rows = sorted(added, key=lambda row: -len(row[0]))
     best = [rows]
-    fewest = SPLIT_AT * _num_scores(rows)
-    for cut in range(1, len(rows), 1 + len(rows) // MOST_CUTS):
+    fewest = 0.8 * _num_scores(rows)  # a second call costs something too
+    for cut in range(1, len(rows), 1 + len(rows) // 32):  # of many, 32 are tried
         parts = [rows[:cut], rows[cut:]]
         number = sum(map(_num_scores, parts))
         if number <= fewest:

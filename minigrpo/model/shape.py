@@ -35,7 +35,6 @@ class ModelShape:
     width: PositiveInt = 128
     heads: PositiveInt = 8
     family: str = "gpt2"  # a row of FAMILIES in hf.py
-    # a size of 0 follows from the others
     kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
     head_dim: NonNegativeInt = 0  # 0: width / heads
     mlp_width: NonNegativeInt = 0  # 0: 4 * width
@@ -48,13 +47,9 @@ class ModelShape:
     mlp_bias: bool = False  # of all three layers
 
     def __post_init__(self) -> None:
-        derived = {
-            "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.width // self.heads,
-            "mlp_width": self.mlp_width or 4 * self.width,
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
+        object.__setattr__(self, "mlp_width", self.mlp_width or 4 * self.width)
 
     @property
     def is_gpt2(self) -> bool:

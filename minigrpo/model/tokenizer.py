@@ -4,11 +4,10 @@ That of GPT-2 is made from tiktoken's vocabulary, see gpt2_vocabulary.py.
 
 No text gives special tokens: what spells one stays text. Only a chat template writes them.
 
-The tokenizer for chess, in assets/chess, is one of them. Any character is a token there, so that
-any text round-trips. Longer tokens are fields with a fixed form only: the prefix of a prompt, side
-to move, castling rights, en passant square, the squares of a move, the ending (reward and flags).
-Piece placement stays at one character per token, because moves change single characters of it, and
-merged tokens would hide that.
+That for chess, in assets/chess, has a token for any character, so that any text round-trips. Longer
+tokens are fields with a fixed form only: the prefix of a prompt, side to move, castling rights, en
+passant square, the squares of a move, the ending. Piece placement has a token per character:
+moves change single characters of it, and merged tokens would hide that.
 """
 
 import hashlib
@@ -61,20 +60,13 @@ class Tokenizer:
         return hashlib.sha256(vocabulary.encode()).hexdigest()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The tokens of a text.
-
-        What spells a special token is text like any other, unless `special`: in what a chat
-        template wrote, it is the token.
-        """
+        """The tokens of a text. `special`: what spells a special token is that token."""
         self.engine.encode_special_tokens = not special  # so no two threads may encode at once
         return self.engine.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens, without special ones that end it. Bytes not in UTF-8 become U+FFFD.
-
-        Other special tokens are shown by their name: a completion with one in its middle must not
-        be taken for one without.
-        """
+        """The text of tokens, without special ones that end it; bytes not in UTF-8 are U+FFFD."""
+        # other special ones are shown: a completion with one must not pass for one without
         hidden = self.stops & {*self.special.values()}
         return self.text_of([number for number in ids if number not in hidden])
 
@@ -96,13 +88,13 @@ class Tokenizer:
         generation.write_text(json.dumps(settings))
 
 
-def load_tokenizer(name: str, chat_template: str | None = None, system: str = "") -> Tokenizer:
+def load_tokenizer(
+    name: str, chat_template: str = "", system: str = "", chat_args: Mapping[str, Any] = {}
+) -> Tokenizer:
     """The tokenizer of --tokenizer. Raises ConfigError.
 
-    Args:
-        name: chess, gpt2, a model's folder, the tokenizer.json in it, or ORG/NAME on the Hub.
-        chat_template: a file that is used instead of the model's own chat template.
-        system: a system message for all messages without one.
+    `name`: chess, gpt2, a model's folder, the tokenizer.json in it, or ORG/NAME on the Hub;
+    `chat_template`: a file instead of the model's own; `system`, `chat_args`: see `Chat`.
     """
     folder = hub_folder(SHIPPED.get(name, name), weights=False)
     if folder.name == TOKENIZER:
@@ -129,9 +121,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
         # tokenizer.json does not always say that its token is special.
         added = engine.get_added_tokens_decoder()
         control = {*named.values(), *(added[number].content for number in ends if number in added)}
-        engine.add_special_tokens(
-            [text for text in control if engine.token_to_id(text) is not None]
-        )
+        known = [text for text in control if engine.token_to_id(text) is not None]
+        engine.add_special_tokens(known)
         added = engine.get_added_tokens_decoder()
         special = {token.content: number for number, token in added.items() if token.special}
         # what tokenizer.json puts before every text
@@ -146,10 +137,10 @@ def load_tokenizer(name: str, chat_template: str | None = None, system: str = ""
         template_file = Path(chat_template or folder / CHAT_TEMPLATE)
         if chat_template or template_file.is_file():
             template = template_file.read_text(encoding="utf-8-sig")  # some editors write a mark
-        if system and not template:
-            raise ValueError("--system needs a chat template, such as that of --chat-template")
+        if (system or chat_args) and not template:
+            raise ValueError("--system and --chat-args need a chat template: --chat-template")
         where = f"the chat template of {chat_template or name}"
-        chat = Chat(template, where, named, list(special), system) if template else None
+        chat = Chat(template, where, named, [*special], system, chat_args) if template else None
         turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     stops = frozenset({*ends, turn_end})
     return Tokenizer(name, folder, engine, special, prefix, ends[0], turn_end, stops, chat)

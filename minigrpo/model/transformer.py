@@ -8,7 +8,7 @@ tokens once. `ModelShape` says which variant of each part a model has.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +21,11 @@ from .packing import Packing, sdpa
 from .shape import ModelShape as ModelShape
 from .weights import Weights
 
-# The attention of one layer: its number, q [N, H, E], k and v [N, K, E] -> [N, H, E], for N packed
-# tokens, H heads of queries, K heads of keys and values, heads of size E.
+# Queries [N, H, E], keys and values [N, K, E] of N packed tokens, heads of size E; K divides H.
+QKV = tuple[Tensor, Tensor, Tensor]
+# The attention of one layer: its number, queries, keys and values -> [N, H, E].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rotate = Callable[[Tensor], Tensor]  # [N, H, E] -> [N, H, E]
-T = TypeVar("T")
-
-
-class QKV(NamedTuple):
-    """What attention takes; K divides H."""
-
-    q: Tensor  # [N, H, E] queries
-    k: Tensor  # [N, K, E] keys
-    v: Tensor  # [N, K, E] values
+Rotate = Callable[[Tensor], Tensor] | None  # [N, H, E] -> [N, H, E]; None: learned positions
 
 
 def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
@@ -69,9 +61,6 @@ def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     return (plain * share + plain / scaling.factor * (1 - share)).to(device)
 
 
-# --- the parts of a block, with the names that parameters have in files ---------------------------
-
-
 class RMSNorm(nn.RMSNorm):
     """Divide by the root mean square, in the precision of the weights (arXiv 1910.07467).
 
@@ -97,7 +86,7 @@ class GPT2Projections(nn.Module):
 
     def qkv(self, hidden: Tensor) -> QKV:
         """Of hidden states `[N, D]`."""
-        return QKV(*self.c_attn(hidden).view(len(hidden), 3, self.heads, -1).unbind(1))
+        return self.c_attn(hidden).view(len(hidden), 3, self.heads, -1).unbind(1)
 
     def project(self, attended: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""
@@ -126,7 +115,7 @@ class LlamaProjections(nn.Module):
         q = self.q_proj(hidden).unflatten(-1, heads)
         k = self.k_proj(hidden).unflatten(-1, heads)
         v = self.v_proj(hidden).unflatten(-1, heads)
-        return QKV(self.q_norm(q), self.k_norm(k), v)
+        return self.q_norm(q), self.k_norm(k), v
 
     def project(self, attended: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""
@@ -159,7 +148,7 @@ class GatedMLP(nn.Module):
 
 
 @cache
-def compiled_part(function: Callable[..., T]) -> Callable[..., T]:
+def compiled_part(function: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a block, compiled once for all layers and any number of tokens."""
     # it splits graphs to overlap communication, which compiling block by block allows already
     torch._dynamo.config.optimize_ddp = False
@@ -178,15 +167,12 @@ class Block(nn.Module):
         self.ln_2 = make_norm(shape)
         self.mlp = (MLP if shape.is_gpt2 else GatedMLP)(shape)
 
-    def forward(
-        self, hidden: Tensor, attend: Attend, rotate: Rotate | None, compiled: bool
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, attend: Attend, rotate: Rotate, compiled: bool) -> Tensor:
         """`[N, D]` -> `[N, D]`.
 
-        What comes before attention and what comes after it may be compiled. Attention itself is
-        not: its shapes differ from batch to batch, so it would be compiled over and over. On a CPU
-        it is in float32 or wider: in bfloat16, the backward pass of torch's attention was measured
-        to take three times as long.
+        What comes before and after attention may be compiled. Attention itself is not: its shapes
+        differ from batch to batch, so it would be compiled over and over. On a CPU it is in float32
+        or wider: in bfloat16, its backward pass was measured to take three times as long.
         """
         before, after = Block.before_attention, Block.after_attention
         if compiled:
@@ -221,7 +207,7 @@ class Transformer(Weights):
     """A decoder with GPT-2's names for its parts; weights.py fills and saves it."""
 
     def __init__(self, shape: ModelShape, seed: int | None = 0) -> None:
-        """Random weights from `seed`; with None the model is on `meta`, without memory."""
+        """Random weights from `seed`; None: on `meta`, without memory."""
         super().__init__()
         self.shape = shape
         self.checkpointing, self.compiled = False, False  # those of a copy for training may be True
@@ -235,11 +221,7 @@ class Transformer(Weights):
             self.initialise(torch.Generator().manual_seed(seed))
 
     def for_training(self, *, checkpointing: bool, compiled: bool) -> Self:
-        """A copy of the modules that shares all parameters, and trains with less memory or time.
-
-        Of blocks it keeps only the inputs and computes the rest again (`checkpointing`), or runs
-        them through torch.compile. The sampler's shapes differ in every round: it keeps this model.
-        """
+        """A copy that shares all parameters. The sampler, whose shapes vary, keeps this model."""
         trained = self.sharing_weights()
         trained.checkpointing = checkpointing
         trained.compiled = compiled
@@ -255,16 +237,11 @@ class Transformer(Weights):
         return self.wte.weight if self.head is None else self.head.weight
 
     def forward_hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states `[N, D]` of N packed tokens, of any texts in any order.
-
-        `ids [N]` and `positions [N]`, of each token in its own text, are int64.
-        """
+        """Final hidden states `[N, D]` of tokens `ids [N]` at `positions [N]` in their texts."""
         # frozen embeddings may be in lower precision
         hidden = self.wte(ids).to(self.ln_f.weight.dtype)
-        rotate = None
-        if self.wpe is None:
-            rotate = rotation(self.shape, positions)
-        else:
+        rotate = rotation(self.shape, positions) if self.wpe is None else None
+        if self.wpe is not None:
             hidden = hidden + self.wpe(positions)
         # the backward pass computes a block's activations again; nothing in them is random
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -12,18 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, refusing
-from .hf import (
-    CONFIG,
-    FOR_TRANSFORMERS,
-    SHAPE,
-    TRANSPOSED,
-    WEIGHTS,
-    read_model,
-    stored_name,
-    to_state,
-    write_config,
-    write_tensors,
-)
+from . import hf
 from .linear import to_nf4
 from .shape import ModelShape
 
@@ -65,15 +54,15 @@ class Weights(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, matrices: str = "float32", *, seed: int = 0) -> Self:
-        """A model from a folder as Hugging Face writes it, or from one safetensors file.
+        """A model from a folder of Hugging Face's, or a safetensors file; `matrices`: see `store`.
 
-        A folder with a config.json alone is random weights from `seed`. `matrices`: see `store`.
-        Raises ConfigError for tensors that are missing, left over, misshapen or not finite.
+        A config.json alone is random weights from `seed`. Raises ConfigError for tensors that are
+        missing, left over, misshapen or not finite.
         """
-        shape, tensors = read_model(Path(path))
+        shape, tensors = hf.read_model(Path(path))
         model = cls(shape, None if tensors else seed)
         if tensors:
-            state = to_state(shape, model.state_dict().keys(), tensors)
+            state = hf.to_state(shape, model.state_dict().keys(), tensors)
             with refusing("the weights do not fit config.json"):
                 model.load_state_dict(state, assign=True)
             for name, parameter in model.named_parameters():
@@ -89,8 +78,7 @@ class Weights(nn.Module):
     def store(self, matrices: str) -> None:
         """Copy weights, one after the other, into float32, or matrices into bfloat16.
 
-        With `nf4` the linear layers of blocks become NF4, and are frozen; embeddings and the head
-        are bfloat16.
+        With `nf4` the linear layers of blocks become NF4, and are frozen; the others are bfloat16.
         """
         for name, parameter in self.named_parameters():
             kind = matrices if parameter.dim() == 2 else "float32"
@@ -110,13 +98,13 @@ class Weights(nn.Module):
     def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
         """Write a float32 file for `from_pretrained`, by default with the shape as its header."""
         tensors = {
-            stored_name(self.shape, name): tensor.t() if name.endswith(TRANSPOSED) else tensor
+            hf.stored_name(self.shape, name): tensor.t() if name.endswith(hf.TRANSPOSED) else tensor
             for name, tensor in self.state_dict().items()
         }
-        write_tensors(tensors, Path(path), header or {SHAPE: json.dumps(asdict(self.shape))})
+        hf.write_tensors(tensors, Path(path), header or {hf.SHAPE: json.dumps(asdict(self.shape))})
 
     def export(self, folder: Path) -> None:
         """Write a folder that `from_pretrained` loads, transformers' and ours."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.save_pretrained(folder / WEIGHTS, FOR_TRANSFORMERS)
-        (folder / CONFIG).write_text(json.dumps(write_config(self.shape), indent=1) + "\n")
+        self.save_pretrained(folder / hf.WEIGHTS, hf.FOR_TRANSFORMERS)
+        (folder / hf.CONFIG).write_text(json.dumps(hf.write_config(self.shape), indent=1) + "\n")

@@ -122,10 +122,7 @@ def is_whole(path: Path) -> bool:
 
 
 def newest(path: Path, warn: Warn) -> Path:
-    """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one.
-
-    Raises ConfigError if there is none.
-    """
+    """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one."""
     for checkpoint in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
         if is_whole(checkpoint):
             return checkpoint

@@ -23,6 +23,7 @@ class Console:
     def __init__(self, *, quiet: bool = False, rank: int = 0) -> None:
         self.quiet = quiet or rank > 0
         self.rank = rank
+        self.warned = set[str]()
         self.line_printed_at = 0.0  # the time of the last line of progress
         self.values_since_line: list[float] = []  # the reward or loss of each step since then
         self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
@@ -35,7 +36,9 @@ class Console:
 
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
-        self.say(f"warning{where}: {text}", sys.stderr)
+        if text not in self.warned:  # a command may read the same settings twice
+            self.say(f"warning{where}: {text}", sys.stderr)
+        self.warned.add(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows under the names of their columns."""
@@ -44,8 +47,6 @@ class Console:
         for row in (columns, *rows):
             self.say("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
         self.say("")
-
-    # --- the messages of a run ------------------------------------------------------------------
 
     def introduce(
         self,

@@ -127,10 +127,7 @@ class Board(SummaryWriter):
 
 
 def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
-    """The run of --track in wandb or trackio, by its name; they have the same interface.
-
-    A second start in the folder continues it. Raises ConfigError if it does not start.
-    """
+    """The run of --track in wandb or trackio, by its name; a second start continues it."""
     name = config.run.track
     if name == "none":
         return {}

@@ -11,9 +11,10 @@ checkpoint is the first file: a folder with any other, but no whole checkpoint, 
 
 import fcntl
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,8 @@ import tomli_w
 import torch
 
 from ..config import Config, grouped, places
-from ..model.hf import WEIGHTS
-from ..model.lora import ADAPTER_FILE, adapters, peft_files
+from ..model.hf import ADAPTER_FILE, WEIGHTS
+from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
@@ -55,56 +56,52 @@ def choose_folder(config: Config, dist: DistContext) -> Path:
     Choose it before users' code runs, which may change the current folder.
     """
     loss = config.loss.name.rpartition(":")[2]
-    name = config.run.out_dir or time.strftime(f"runs/%Y%m%d-%H%M%S-{loss}")
+    # to the microsecond, because an array of jobs starts in one second
+    name = config.run.out_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}-{loss}"
     return dist.on_main(Path(name).absolute)
 
 
+@dataclass(eq=False)
 class RunDir:
-    """The folder of a run, which the main process alone reads and writes.
+    """The folder of a run, read and written by the main process: `open`, `open_log`, then save."""
 
-    First `open` it; when the run is about to change files, `open_log`; then save.
-    """
+    path: Path  # from `choose_folder`
+    config: Config
+    dist: DistContext
+    console: Console
+    facts: Mapping[str, object]  # plain values that a resume must find unchanged
+    questions: Questions
 
-    def __init__(
-        self,
-        path: Path,
-        config: Config,
-        dist: DistContext,
-        console: Console,
-        facts: Mapping[str, object],
-        questions: Questions,
-    ) -> None:
-        """`path`: from `choose_folder`; `facts`: plain values that a resume must find unchanged."""
-        self.path = path
-        self.config = config
-        self.dist = dist
-        self.console = console
-        self.questions = questions
-        self.checkpoints = path / CHECKPOINTS
+    def __post_init__(self) -> None:
+        self.checkpoints = self.path / CHECKPOINTS
         # without those of a single start
-        self.settings = config.flat() | {"out_dir": "", "resume": "", "stop_after": 0}
+        self.settings = self.config.flat() | {"out_dir": "", "resume": "", "stop_after": 0}
         # the bits depend on these too: software, machine, users' files
         self.versions = {
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
-            "processes": dist.world_size,
+            "processes": self.dist.world_size,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            **{str(file): sha256(file) for file in files_of(config)},
+            **{str(file): sha256(file) for file in files_of(self.config)},
         }
         # a checkpoint has these, and a run that goes on from it must be the same
-        self.identity = {**self.settings, **self.versions, **facts}
+        self.identity = {**self.settings, **self.versions, **self.facts}
         self.saved_step = -1  # of the newest checkpoint in this folder
-        self.continued = path  # the folder of the run whose logs go on here
+        self.continued = self.path  # the folder of the run whose logs go on here
         self._lock = ExitStack()
-
-    # --- open -----------------------------------------------------------------------------------
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
         try:
             checkpoint = self.dist.on_main(self._lock_and_choose)
             if checkpoint:
-                self._go_on_from(checkpoint, load)
+                state = load_checkpoint(checkpoint)
+                self._compare(state["run"])
+                load(state)
+                self.continued = checkpoint.parent.parent
+                if self.continued == self.path:
+                    self.saved_step = state["step"]
+                self.console.say(f"resumed from step {state['step']} of {checkpoint}")
         except BaseException:
             self.close()
             raise
@@ -118,29 +115,16 @@ class RunDir:
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        if resume not in ("", "auto"):
-            return newest(Path(resume).absolute(), self.console.warn)
-        return newest(self.path, self.console.warn) if holds_a_run else None
-
-    def _take_lock(self) -> None:
-        """Raise ConfigError if another process has the lock."""
         file = self._lock.enter_context(open(self.path / ".lock", "a"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out-dir {self.path}: another run is writing to it") from None
-        except OSError:  # a file system without locks
-            pass
-
-    def _go_on_from(self, checkpoint: Path, load: Callable[[State], object]) -> None:
-        state = load_checkpoint(checkpoint)
-        self._compare(state["run"])
-        load(state)
-        self.continued = checkpoint.parent.parent
-        if self.continued == self.path:
-            self.saved_step = state["step"]
-        self.console.say(f"resumed from step {state['step']} of {checkpoint}")
+        except OSError:
+            pass  # a file system without locks
+        if resume not in ("", "auto"):
+            return newest(Path(resume).absolute(), self.console.warn)
+        return newest(self.path, self.console.warn) if holds_a_run else None
 
     def _compare(self, then: Mapping[str, object]) -> None:
         """Raise ConfigError for another run's identity; warn of what may change bits."""
@@ -156,10 +140,7 @@ class RunDir:
                 self.console.warn(f"{said}: bits may differ")
 
     def open_log(self, state: State) -> RunLog:
-        """Begin to write: a new run or branch is saved, and its logs are opened.
-
-        If the tracker does not start, nothing is written, and the folder is unlocked.
-        """
+        """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
         log = RunLog(self.console.warn)
 
         def begin() -> None:
@@ -170,7 +151,12 @@ class RunDir:
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
-            self._write_trained_on()
+            model = self.config.model.name
+            warn_of_known_questions(model, self.questions, self.console.warn)
+            before = trained_on(Path(model))
+            hashes = np.union1d(before, self.questions[0] if self.questions else before)
+            if len(hashes):
+                write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, hashes))
 
         try:
             self.dist.on_main(begin)
@@ -179,20 +165,9 @@ class RunDir:
             raise
         return log
 
-    def _write_trained_on(self) -> None:
-        """Write what this run and the run of --model are trained on; warn of held-out questions."""
-        model = self.config.model.name
-        warn_of_known_questions(model, self.questions, self.console.warn)
-        before = trained_on(Path(model))
-        hashes = np.union1d(before, self.questions[0] if self.questions else before)
-        if len(hashes):
-            write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, hashes))
-
     def close(self) -> None:
         """Unlock the folder."""
         self._lock.close()
-
-    # --- checkpoints and other files ------------------------------------------------------------
 
     def save(self, state: State, *, required: bool = False) -> None:
         """Write a checkpoint, unless its step has one."""
@@ -202,12 +177,8 @@ class RunDir:
                 save_checkpoint(self.checkpoints, whole, keep_last=self.config.run.keep_last)
                 self.saved_step = state["step"]
 
-    def save_end(self, model: Transformer, state: State) -> None:
-        """Write `model.safetensors`, or adapters as PEFT does, and a checkpoint. Raises RunFailed.
-
-        First the weights: with little room they matter most.
-        """
-        base = self.config.model.name
+    def save_end(self, model: Transformer, state: State, base: str) -> None:
+        """Write weights, which matter most if there is little room; `base`: see `Parts.base`."""
         weights = {WEIGHTS: model.save_pretrained}
         files = peft_files(model, base=base) if adapters(model) else weights
         for name, write in files.items():
@@ -230,9 +201,6 @@ class RunDir:
             if required:
                 raise RunFailed(said) from error
             self.console.warn(said)
-
-
-# --- users' files, and the questions that a model has seen ----------------------------------------
 
 
 def files_of(config: Config) -> list[Path]:

@@ -1,9 +1,6 @@
 """Completions worth looking at, as records: samples.jsonl and held_out.jsonl.
 
-All lines have these keys:
-
-    step, index, kind, prompt, messages, truth, completion, parts, reward
-    dialogue: if there are several turns, all messages after the prompt; completion is the last turn
+All lines have `step` and what `_shared_fields` gives.
 
 samples.jsonl: every ten steps the whole group of one prompt (`source` is `train`), and at each
 evaluation the completions of the same 32 held-out prompts (`held_out`):
@@ -37,47 +34,29 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
     records = []
     for g, advantage in enumerate(batch.advantages[0].tolist()):
         ids = completions.completion_ids[0, g][completions.completion_mask[0, g]].tolist()
-        records.append(
-            {
-                "source": "train",
-                **_shared_fields(batch, 0, g),
-                "advantage": advantage,
-                "prompt_tokens": int(completions.prompt_len[0]),
-                "token_ids": ids,
-                "tokens": token_texts(tokenizer, ids),
-            }
-        )
+        record = {"source": "train", **_shared_fields(batch, 0, g), "advantage": advantage}
+        record["prompt_tokens"] = int(completions.prompt_len[0])
+        record |= {"token_ids": ids, "tokens": token_texts(tokenizer, ids)}
+        records.append(record)
     log.write(SAMPLES, step, records)
 
 
 def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
-    """Log the answers of an evaluation, and the completions of its first prompts.
-
-    Warns of rewards that failed: eval.jsonl cannot tell a failure's 0 from a score.
-    """
-    for function, failures in greedy.rewards.failures.items():
-        total = failures + drawn.rewards.failures[function]
-        if total:
+    """Log the answers of an evaluation, and the completions of its first prompts."""
+    for function, failed in greedy.rewards.failed.items():
+        total = failed.sum() + drawn.rewards.failed[function].sum()
+        if total:  # which eval.jsonl does not tell
             log.warn(f"evaluation at step {step}: {function} failed on {total} completions")
-    samples = [
-        {
-            "source": "held_out",
-            **_shared_fields(graded, i, 0),
-            "decoding": decoding,
-            "right": float(right),
-        }
-        for decoding, graded in (("greedy", greedy), ("sampled", drawn))
-        for i, right in enumerate(graded.right[:32, 0])
-    ]
-    answers = [
-        {
-            "example": digest(replace(example, index=0)),
-            **_shared_fields(greedy, i, 0),
-            "greedy": _known(greedy.measures, i),
-            "sampled": _known(drawn.measures, i),
-        }
-        for i, example in enumerate(greedy.examples)
-    ]
+    samples = []
+    for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
+        for i, right in enumerate(graded.right[:32, 0]):
+            record = {"source": "held_out", **_shared_fields(graded, i, 0)}
+            samples.append(record | {"decoding": decoding, "right": float(right)})
+    answers = []
+    for i, example in enumerate(greedy.examples):
+        record = {"example": digest(replace(example, index=0)), **_shared_fields(greedy, i, 0)}
+        record |= {"greedy": _known(greedy.measures, i), "sampled": _known(drawn.measures, i)}
+        answers.append(record)
     log.write(HELD_OUT, step, answers, mode="w")  # in place of those of the evaluation before
     log.write(SAMPLES, step, samples)
 
@@ -94,8 +73,8 @@ def _shared_fields(done: Graded | RolloutBatch, p: int, g: int) -> LogLine:
         "prompt": example.prompt,
         "messages": list(example.messages),
         "truth": example.answer,
-        "completion": text,
-        "dialogue": getattr(text, "messages", []),
+        "completion": text,  # in a dialogue the last turn
+        "dialogue": getattr(text, "messages", []),  # all that follows the prompt
         "parts": _known(rewards.parts, (p, g)),
         "reward": float(rewards.total[p, g]),
     }

@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,22 +45,18 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
             mallopt(threshold, 2**31 - 1)  # bytes: only larger blocks are still returned
 
 
-def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
-    """--use-amp: matrix products in --amp-dtype; parameters, moments, log-softmax in float32."""
-    return torch.autocast(device.type, getattr(torch, speed.amp_dtype), enabled=speed.use_amp)
-
-
 @dataclass(frozen=True)
 class Precision:
     """In which precision the learner, the sampler and frozen models compute."""
 
     speed: SpeedConfig
     device: torch.device
-    guard: NonFiniteGuard  # counts bad steps
+    guard: NonFiniteGuard  # counts bad steps, and falls back to float32
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The autocast of --use-amp, unless the guard has fallen back to float32."""
-        return nullcontext() if self.guard.halvings else autocast(self.speed, self.device)
+    def autocast(self) -> torch.autocast:
+        """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
+        enabled = self.speed.use_amp and not self.guard.halvings
+        return torch.autocast(self.device.type, getattr(torch, self.speed.amp_dtype), enabled)
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
@@ -90,9 +86,6 @@ def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
     return low
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
 class PhaseTimer:
     """Seconds per phase of a step; on a GPU a phase ends with a device sync."""
 
@@ -120,8 +113,7 @@ def peak_memory_mib(device: torch.device) -> float:
     """Peak memory so far: allocated on the CUDA device, else resident in the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:

@@ -32,15 +32,11 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    # all processes, for calls that wait days, such as for an evaluation by the main one
-    patient: dist.ProcessGroup | None = None
+    patient: dist.ProcessGroup | None = None  # all, for calls that wait days for the main one
 
     @classmethod
     def from_env(cls) -> "DistContext":
-        """Join the processes that torchrun started; without torchrun, a run of one process.
-
-        CUDA tensors go over NCCL, all others over gloo.
-        """
+        """Join the processes that torchrun started; without torchrun, a run of one process."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
         with refusing("WORLD_SIZE is set, but not what torchrun sets with it"):
@@ -79,10 +75,7 @@ class DistContext:
         return self.gather(values[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Metrics over all processes: the mean of the values, or their sum for names of COUNTED.
-
-        NaN is left out, and so is a metric without any value anywhere.
-        """
+        """Means of metrics over all processes, without NaN; sums of those of COUNTED."""
         known = [values[~np.isnan(values)] for values in metrics.values()]
         own = torch.tensor([[x.sum(), x.size] for x in known], dtype=torch.float64)  # [metrics, 2]
         return {
@@ -100,10 +93,7 @@ class DistContext:
         return torch.cat(shares)
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Run a function in the main process; the others wait, and return its result too.
-
-        If it raises, so do all: the main process the exception itself, the others RunFailed.
-        """
+        """Run a function in the main process; return its result in all. If it fails, all raise."""
         if self.world_size == 1:
             return function()
         outcome: list[Any] = [None, ""]  # the result; the error
@@ -119,11 +109,18 @@ class DistContext:
             raise RunFailed(outcome[1])
         return outcome[0]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as DDP, which averages gradients over processes in the backward pass.
+    def refuse_differences(self, values: Mapping[str, str]) -> None:
+        """Raise ConfigError, in all processes, unless all have the same values."""
+        if self.world_size == 1:
+            return
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, dict(values), group=self.patient)
+        for name in values:
+            if len({of_one[name] for of_one in everyone}) > 1:
+                raise ConfigError(f"processes differ in {name}, as by a shuffle without a seed")
 
-        Here it sends all weights of the main process, frozen ones too; later only gradients.
-        """
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as DDP: it sends the main process's weights here, and averages gradients."""
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -41,8 +41,7 @@ class NonFiniteGuard:
 
     def load(self, counts: Mapping[str, int]) -> None:
         """Go on with the counts of a checkpoint."""
-        for name, count in counts.items():
-            setattr(self, name, count)
+        vars(self).update(counts)
 
     def skip(self, warn: Warn) -> None:
         self.skipped += 1
@@ -61,10 +60,7 @@ class NonFiniteGuard:
             )
 
     def update_scale(self, scaler: torch.amp.GradScaler, loss: Tensor) -> bool:
-        """Update the loss scale; return whether the update was skipped only to lower it.
-
-        A float16 overflow does not explain a loss that is not finite.
-        """
+        """Update the loss scale; return whether a finite loss was skipped only to lower it."""
         before = scaler.get_scale()
         scaler.update()
         lowered = SCALE_FLOOR <= scaler.get_scale() < before and bool(torch.isfinite(loss))
@@ -86,14 +82,13 @@ def largest_weight(model: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm(trained, norm_type=math.inf)
 
 
-# what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
-OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that memory ran out, on any device."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or any(words in str(error) for words in OUT_OF_MEMORY)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
+    texts = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+    return any(text in str(error) for text in texts)
 
 
 @dataclass
@@ -106,10 +101,7 @@ class OOMBackoff:
     warn: Warn
 
     def run(self, function: Callable[[int], T], total: int, *, retry: bool = True) -> T:
-        """`function(size)`, of at most `total` prompts at a time; half as many until it fits.
-
-        If a single prompt does not fit, the error is raised as it came.
-        """
+        """`function(size)`, of at most `total` prompts at a time; half as many until it fits."""
         while True:
             size = min(self.size or total, total)
             try:

@@ -1,23 +1,40 @@
-"""Threads that call code of others, each call with a deadline."""
+"""Threads and processes that call code of others, each call with a deadline."""
 
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from .watchdog import Watchdog
+
+LATE = "it took longer than its timeout_s"
+
 
 class Call(NamedTuple):
-    """What a thread is to do."""
-
     key: Hashable
     function: Callable[[], object]
     timeout_s: float
+    about: str  # says what is called, and how
+
+
+class Running(NamedTuple):
+    deadline: float
+    thread: int
 
 
 class Outcome(NamedTuple):
-    """How a call has ended."""
-
     key: Any  # that of `submit`
     result: Any  # None after an error
     error: BaseException | None
@@ -29,24 +46,26 @@ class Pool:
     A call that outlasts its deadline has failed. Its thread is given up for another one.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, watchdog: Watchdog) -> None:
         self.size = size
+        self.watchdog = watchdog
         self.todo = SimpleQueue[Call | None]()  # None ends a thread
         self.done = SimpleQueue[Outcome]()
-        self.deadlines: dict[Hashable, float] = {}  # of the calls that run, by key
+        self.running: dict[Hashable, Running] = {}  # by key
         self.num_open = 0  # calls whose outcome has not been taken
         for _ in range(size):
             self._start_thread()
 
     def close(self) -> None:
-        """Let idle threads end."""
         for _ in range(self.size):
             self.todo.put(None)
 
-    def submit(self, key: Hashable, function: Callable[[], object], timeout_s: float) -> None:
+    def submit(
+        self, key: Hashable, function: Callable[[], object], timeout_s: float, about: str
+    ) -> None:
         """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""
         self.num_open += 1
-        self.todo.put(Call(key, function, timeout_s))
+        self.todo.put(Call(key, function, timeout_s, about))
 
     def ended(self, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
@@ -61,7 +80,6 @@ class Pool:
                 return
 
     def all(self) -> Iterator[Outcome]:
-        """Take all calls, as they end."""
         while self.num_open:
             yield from self.ended(wait=True)
 
@@ -71,23 +89,112 @@ class Pool:
             return self.done.get(wait, timeout=0.05)
         except Empty:
             now = time.monotonic()
-            late = [key for key, until in self.deadlines.copy().items() if until <= now]
+            late = [key for key, call in self.running.copy().items() if call.deadline <= now]
         # its thread may just have taken it away
-        if not late or self.deadlines.pop(late[0], None) is None:
+        if not late or not (call := self.running.pop(late[0], None)):
             return None
+        self.watchdog.end(call.thread)
         self._start_thread()
-        return Outcome(late[0], None, TimeoutError("it took longer than its timeout_s"))
+        return Outcome(late[0], None, TimeoutError(LATE))
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
+        thread = threading.get_ident()
         for call in iter(self.todo.get, None):
-            self.deadlines[call.key] = time.monotonic() + call.timeout_s
+            self.running[call.key] = Running(time.monotonic() + call.timeout_s, thread)
             try:
+                self.watchdog.begin(call.about, call.timeout_s)
                 outcome = Outcome(call.key, call.function(), None)
             except BaseException as error:  # sys.exit() too
                 outcome = Outcome(call.key, None, error)
-            if self.deadlines.pop(call.key, None) is None:
+            if self.running.pop(call.key, None) is None:
                 return  # too late
+            self.watchdog.end(thread)
             self.done.put(outcome)
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop that awaits the users' functions: one for all, because clients belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def awaited(answer: Awaitable[Any], timeout_s: float) -> Any:
+    """The result of an `async` function's call, which is cancelled if it is late."""
+
+    async def wait() -> Any:
+        return await asyncio.wait_for(answer, timeout_s)
+
+    future = asyncio.run_coroutine_threadsafe(wait(), event_loop())
+    try:
+        return future.result(timeout_s + 1)
+    except TimeoutError:
+        if not future.done():  # a call blocks the loop: later ones get another
+            event_loop.cache_clear()
+        raise
+
+
+class WorkerProcesses:
+    """Processes that call a function of a module or a user's file; a late one is killed alone."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.idle = SimpleQueue[tuple[subprocess.Popen[bytes], Connection]]()
+
+    def call(self, arguments: Sequence[Any], timeout_s: float) -> Any:
+        """The function's answer. Raises TimeoutError, and RuntimeError for what it raises."""
+        try:
+            process, pipe = self.idle.get_nowait()
+        except Empty:
+            process, pipe = self._start()
+        try:
+            pipe.send((arguments, timeout_s))
+            if not pipe.poll(timeout_s):
+                raise TimeoutError(LATE)
+            answer, error = pipe.recv()  # EOFError: it has ended
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        self.idle.put((process, pipe))
+        if error:
+            raise RuntimeError(error)
+        return answer
+
+    def _start(self) -> tuple["subprocess.Popen[bytes]", Connection]:
+        # not by multiprocessing, which would run a script of the user's again
+        ours, theirs = socket.socketpair()
+        program = f"from {__name__} import serve; serve({theirs.fileno()})"
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        pipe = Connection(ours.detach())
+        pipe.send((sys.path, self.module, self.name))
+        pipe.recv()  # it is ready
+        return process, pipe
+
+
+def serve(file: int) -> None:
+    """A worker process: call the function that is named with the arguments that come."""
+    pipe = Connection(file)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends by itself, and then this process
+    sys.path[:], module, name = pipe.recv()
+    import_module("minigrpo.userfiles")  # finds users' files
+    function = attrgetter(name)(import_module(module))
+    pipe.send("ready")
+    with suppress(EOFError):  # the run has ended
+        while True:
+            arguments, timeout_s = pipe.recv()
+            # the system ends this process then, whoever holds Python's lock
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
+            try:
+                outcome = ForkingPickler.dumps((function(*arguments), ""))
+            except BaseException as error:
+                outcome = ForkingPickler.dumps((None, f"{error!r:.200}"))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send_bytes(outcome)

@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..task import Task
 from ..types import Example
 
-STEPS_AHEAD = 2  # the step in work, and the one after it, which is made meanwhile
 MOST_STEPS = 2**20  # of a longer run, a number may serve twice
 
 
@@ -23,16 +22,13 @@ class ExamplePrefetcher:
 
     def take(self, step: int) -> list[Example]:
         """This process's examples of a step; raises what the task raised."""
-        for ahead in range(step, step + STEPS_AHEAD):
-            if ahead not in self.made:
-                self.made[ahead] = self.thread.submit(self._make, ahead, self.share)
+        for due in (step, step + 1):  # the next one is made meanwhile
+            if due not in self.made:
+                self.made[due] = self.thread.submit(self._make, due, self.share)
         return self.made.pop(step).result()
 
     def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
-        """New examples for some places of the share, from numbers that no regular step uses.
-
-        They do not depend on --max-steps: a run that is resumed with another one goes on as it was.
-        """
+        """New examples for places of the share, with numbers of no step, whatever --max-steps."""
         unused_step = (attempt + 1) * MOST_STEPS + step
         return self._make(unused_step, [self.share[place] for place in places])
 

@@ -12,10 +12,7 @@ import numpy as np
 
 
 def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
-    """An independent generator for (seed, name, up to three counters), good for 2**64 draws.
-
-    Philox's key is a hash of seed and name, and the counters are the high words of its counter.
-    """
+    """An independent generator for (seed, name, up to three counters), good for 2**64 draws."""
     hashed = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16)
     key = np.frombuffer(hashed.digest(), dtype=np.uint64)
     counter = np.zeros(4, dtype=np.uint64)

@@ -12,8 +12,7 @@ from .distributed import DistContext
 
 # Ctrl-C; a scheduler that ends the job; schedulers that warn before they do; a terminal that closes
 REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
-# seconds; the terminal and the launcher may both send the same signal, which is one request
-SAME_REQUEST = 1.0
+SAME_REQUEST = 1.0  # seconds: the terminal and the launcher may both send the same signal
 
 
 class StopRequest:

@@ -5,11 +5,11 @@ have Wilson's interval, all other measures that of Student's t.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 # the same of Student's t, as a polynomial in 1 / degrees of freedom: within 1 % from 2 degrees on
@@ -44,10 +44,7 @@ def estimate(values: np.ndarray) -> Estimate:
 
 
 def wilson(share: float, n: float) -> Estimate:
-    """A share of n trials with Wilson's score interval (1927).
-
-    Unlike the normal approximation, it stays within [0, 1] and is not empty at shares of 0 and 1.
-    """
+    """A share of n trials, with Wilson's score interval (1927): within [0, 1], and never empty."""
     scale = 1 + Z**2 / n
     center = (share + Z**2 / (2 * n)) / scale
     half = Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2)) / scale
@@ -73,10 +70,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def passes(right: np.ndarray) -> dict[str, Estimate]:
-    """pass@k by its key, from `[n, K]` samples: 1 right, 0 wrong, NaN; none for K = 1.
-
-    k is 1, the powers of two below K, and K.
-    """
+    """pass@k of `[n, K]` samples (1 right, 0 wrong, NaN), for the powers of two below K, and K."""
     num_samples = right.shape[1]
     if num_samples < 2:
         return {}
@@ -117,9 +111,7 @@ def difference(first: np.ndarray, second: np.ndarray, by_seed: np.ndarray) -> Di
     elif np.isin([first, second], (0, 1)).all():
         p = mcnemar(int((first > second).sum()), int((first < second).sum()))
     is_shown = change.low > 0 or change.high < 0 if math.isnan(p) else p < 0.05
-    return Difference(
-        len(first), float(first.mean()), float(second.mean()), change, p, is_shown=is_shown
-    )
+    return Difference(len(first), float(first.mean()), float(second.mean()), change, p, is_shown)
 
 
 def mcnemar(lost: int, won: int) -> float:
@@ -129,9 +121,7 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def calibration(
-    confidence: Sequence[float] | np.ndarray, correct: Sequence[float] | np.ndarray
-) -> dict[str, float]:
+def calibration(confidence: ArrayLike, correct: ArrayLike) -> dict[str, float]:
     """Measure how well `[n]` confidences in [0, 1] fit `[n]` outcomes, as RLCR does (2507.16806).
 
     brier: mean of (confidence - correct)^2; 0 is best.

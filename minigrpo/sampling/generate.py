@@ -24,7 +24,7 @@ slots; W tokens per slot and round.
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from ..model.logprobs import log_softmax
+from ..model.stops import StopTexts
 from ..model.transformer import Transformer
 from ..types import Completions, Example
 from .decoder import Decoder
@@ -73,7 +74,7 @@ class RoundState:
     slot: np.ndarray
     length: np.ndarray  # tokens so far, without unread ones
     last_token: np.ndarray
-    ended: np.ndarray  # 1 if the last token is a stop, else 0
+    ended: np.ndarray  # 1 if the last token is a stop, or completes a stop text, else 0
     unread: np.ndarray  # tokens of an answer that are stored, and not run yet
     waiting: np.ndarray  # 1 if it waits for an answer, else 0
 
@@ -81,70 +82,63 @@ class RoundState:
         return RoundState(**{name: values[chosen] for name, values in vars(self).items()})
 
 
+@dataclass(eq=False)
 class Generation:
     """Completions in progress: their tokens, which of them are running, and in which slots."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        prompt_ids: Tensor,
-        prompt_len: Tensor,
-        *,
-        stops: Collection[int],
-        max_new_tokens: int,
-        num_samples: int,
-        prompts_at_once: int,
-        u: Tensor | np.ndarray | None,
-        sampling: SamplingConfig,
-        drafts: Tensor | None,
-        num_speculative_tokens: int,
-        work: Counter[str],
-        answers: Answers | None,
-    ) -> None:
-        """
-        Args:
-            prompt_ids: `[P, Lp]` int64, right-padded.
-            prompt_len: `[P]` int64.
-            stops: the tokens that end a completion; others end after `max_new_tokens`.
-            num_samples: G.
-            prompts_at_once: at most this many times G sequences run side by side.
-            u: `[P, G, S]` uniform numbers in [0, 1), S >= max_new_tokens; None picks the most
-                likely token each time.
-            drafts: `[P, L]` int64, a text for each prompt, whose tokens are proposed.
-            work: counts `rounds`, and the `tokens` that the model ran, those of prompts included.
-            answers: None: a completion is one turn.
-        """
-        device = model.device
-        self.prompt_ids = prompt_ids.to(device)
-        self.prompt_len = prompt_len.to(device)
-        self.stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
-        self.max_new_tokens = max_new_tokens
-        self.num_samples = num_samples
-        self.prompts_at_once = prompts_at_once
-        self.sampling = sampling
-        self.drafts = None if drafts is None else drafts.to(device)
-        self.window = 1 if drafts is None else 1 + num_speculative_tokens  # W
-        self.work = work
-        self.answers = answers
-        self.decoder = Decoder(model)
+    model: Transformer
+    prompt_ids: Tensor  # [P, Lp] int64, right-padded
+    prompt_len: Tensor  # [P] int64
+    _: KW_ONLY
+    stops: Collection[int]  # tokens that end a completion; others end after `max_new_tokens`
+    stop_texts: StopTexts | None = None  # end one too
+    max_new_tokens: int
+    num_samples: int  # G
+    prompts_at_once: int  # at most this many times G sequences run side by side
+    # [P, G, S] numbers in [0, 1), S >= max_new_tokens; None: the most likely token each time
+    u: InitVar[Tensor | np.ndarray | None]
+    sampling: SamplingConfig
+    drafts: Tensor | None  # [P, L] int64, a text for each prompt, whose tokens are proposed
+    num_speculative_tokens: int
+    work: Counter[str]  # counts `rounds`, and the `tokens` that the model ran, prompts included
+    answers: Answers | None  # None: a completion is one turn
+
+    def __post_init__(self, u: Tensor | np.ndarray | None) -> None:
+        device = self.model.device
+        self.prompt_ids = self.prompt_ids.to(device)
+        self.prompt_len = self.prompt_len.to(device)
+        self.drafts = None if self.drafts is None else self.drafts.to(device)
+        self.window = 1 if self.drafts is None else 1 + self.num_speculative_tokens  # W
+        self.decoder = Decoder(self.model)
 
         # 1. Tables of all sequences. They have W spare columns, because proposals may go past the
         #    last one.
-        size = len(prompt_ids) * num_samples, max_new_tokens + self.window
+        num_sequences = len(self.prompt_ids) * self.num_samples
+        size = num_sequences, self.max_new_tokens + self.window
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.sampled = torch.zeros(size, dtype=torch.bool, device=device)  # not of an answer
         self.logp = torch.zeros(size, dtype=torch.float32, device=device)
+        sampling = self.sampling
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
-        self.u = None
+        self.uniforms = None
         if u is not None:
-            uniforms = torch.as_tensor(u).flatten(0, 1)[:, :max_new_tokens].to(device)
-            self.u = torch.nn.functional.pad(uniforms, (0, self.window))
-        self.lengths = torch.zeros(size[0], dtype=torch.int64, device=device)  # [P * G]
+            uniforms = torch.as_tensor(u).flatten(0, 1)[:, : self.max_new_tokens].to(device)
+            self.uniforms = torch.nn.functional.pad(uniforms, (0, self.window))
+        self.lengths = torch.zeros(num_sequences, dtype=torch.int64, device=device)  # [P * G]
         self.unread = torch.zeros_like(self.lengths)  # [P * G], see RoundState
         self.waiting = torch.zeros_like(self.lengths)  # [P * G], see RoundState
 
-        # 2. The running sequences.
+        # 2. What ends a completion.
+        self.is_stop = torch.zeros(self.model.shape.vocab_size, dtype=torch.bool, device=device)
+        self.is_stop[sorted(self.stops)] = True  # [V]
+        # [V] after these tokens a round ends, although a proposal may have gone on as sampled
+        self.ends_round = self.is_stop
+        if self.stop_texts is not None:
+            self.ends_round = self.is_stop | torch.from_numpy(self.stop_texts.candidates).to(device)
+        self.stopped = np.zeros(num_sequences, dtype=bool)  # by a stop text
+
+        # 3. The running sequences.
         empty = self.lengths[:0]
         self.running = empty  # [N] their numbers, in ascending order
         self.slot = empty  # [N] the slot of each
@@ -173,14 +167,21 @@ class Generation:
             elif not self.all_wait:
                 self._run_round()
             self._update()
-        tables = [self.ids, self.sampled, self.logp]
-        if self.log_kept_mass is not None:
-            tables.append(self.log_kept_mass)
         longest = int(self.lengths.max())
-        grouped = [table[:, :longest].unflatten(0, (num_prompts, -1)) for table in tables]
-        return Completions(self.prompt_ids, self.prompt_len, *grouped)
+        stopped = torch.from_numpy(self.stopped).unflatten(0, (num_prompts, -1))
 
-    # --- run ------------------------------------------------------------------------------------
+        def grouped(table: Tensor) -> Tensor:
+            return table[:, :longest].unflatten(0, (num_prompts, -1))
+
+        return Completions(
+            self.prompt_ids,
+            self.prompt_len,
+            grouped(self.ids),
+            grouped(self.sampled),
+            grouped(self.logp),
+            log_kept_mass=None if self.log_kept_mass is None else grouped(self.log_kept_mass),
+            stopped=None if self.stop_texts is None else stopped,
+        )
 
     def _enter(self, first: int, last: int) -> None:
         """Run queued prompts, and pick the first token of each of their completions."""
@@ -209,8 +210,6 @@ class Generation:
         self._accept(logits, self.running, self.slot, tokens[:, 1:])
         self.work.update(rounds=1, tokens=tokens.numel())
 
-    # --- accept ---------------------------------------------------------------------------------
-
     def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
 
@@ -222,9 +221,10 @@ class Generation:
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)
         columns = self.lengths[rows] + offsets  # [N, W]
-        picks = pick_token(allowed, None if self.u is None else self.u[rows, columns], slot)
+        uniforms = None if self.uniforms is None else self.uniforms[rows, columns]
+        picks = pick_token(allowed, uniforms, slot)
         # whether the pick after each one counts
-        goes_on = (picks[:, :-1] == proposals[slot]) & ~torch.isin(picks[:, :-1], self.stops)
+        goes_on = (picks[:, :-1] == proposals[slot]) & ~self.ends_round[picks[:, :-1]]
         goes_on = torch.cat([torch.ones_like(rows, dtype=torch.bool), goes_on], dim=1)
         kept = goes_on.cumprod(1).bool() & (columns < self.max_new_tokens)
         if self.answers is not None:
@@ -240,17 +240,17 @@ class Generation:
             store(self.log_kept_mass, allowed.logsumexp(-1)[slot])
         self.lengths[sequences] += kept.sum(1)
 
-    # --- update ---------------------------------------------------------------------------------
-
     def _update(self) -> None:
         """Exchange turns, let finished sequences leave, and split slots whose sequences differ."""
         # 1. One copy to the host, because it makes the host wait for the device.
         lengths = self.lengths[self.running]
         last_token = self.ids[self.running, lengths - 1]
-        ended = torch.isin(last_token, self.stops).long()
+        ended = self.is_stop[last_token].long()
         of_dialogues = self.unread[self.running], self.waiting[self.running]
         fields = [self.running, self.slot, lengths, last_token, ended, *of_dialogues]
         state = RoundState(*torch.stack(fields).cpu().numpy())
+        if self.stop_texts is not None:
+            self._find_stop_texts(self.stop_texts, state)
 
         # 2. Sequences of a slot were equal before the round and got the same proposals. So they are
         #    equal now if they have the same length, last token and, if there is one, new answer.
@@ -270,12 +270,22 @@ class Generation:
         self.all_wait = bool(state.waiting.all())
         self.decoder.reorder(slots.source, len(state.sequence))
 
+    def _find_stop_texts(self, stop_texts: StopTexts, state: RoundState) -> None:
+        """Note the sequences whose last token completes a stop text; changes the state."""
+        self.stopped[state.sequence] = False
+        for n in np.flatnonzero(stop_texts.candidates[state.last_token]):
+            sequence, length = int(state.sequence[n]), int(state.length[n])
+            ids = self.ids[sequence, :length]
+            foreign = (~self.sampled[sequence, :length]).nonzero()  # of answers
+            start = int(foreign.max()) + 1 if len(foreign) else 0
+            if start < length and stop_texts.completes(ids[start:].tolist()):
+                self.stopped[sequence] = True
+                state.ended[n] = 1
+
     def _goes_on(self, state: RoundState) -> np.ndarray:
         """`[N]` bool: the next round has something to run for a sequence."""
         is_full = state.length >= self.max_new_tokens
         return (state.unread > 0) | ((state.ended == 0) & ~is_full)
-
-    # --- dialogues ------------------------------------------------------------------------------
 
     def _exchange_turns(self, answers: Answers, state: RoundState) -> np.ndarray:
         """Have ended turns answered, and store the answers that have come; changes the state.

@@ -3,12 +3,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 
 from ..config import Config, SamplingConfig
 from ..model.encoding import decode, encode_answer, encode_prompts, pad
+from ..model.stops import StopTexts
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy
@@ -17,37 +19,28 @@ from ..types import Completions, Example, Warn
 from .generate import Answers, Generation
 
 
+@dataclass(eq=False)
 class Sampler:
     """Completes examples: encodes prompts, and halves the batch when memory runs out."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        *,
-        autocast: Callable[[], AbstractContextManager[object]],
-        warn: Warn,
-        speculate: bool = False,
-        dialogues: Answers | None = None,
-    ) -> None:
-        """
-        Args:
-            model: must not be compiled: shapes differ in every round of decoding.
-            speculate: whether to propose the tokens of the true answers.
-            dialogues: answers turns; None: each completion is one turn.
-        """
-        self.config = config
-        self.model = model
-        self.tokenizer = tokenizer
-        self.autocast = autocast
-        self.stops: Collection[int] = tokenizer.stops
-        self.num_speculative_tokens = config.speed.num_speculative_tokens if speculate else 0
-        self.dialogues = dialogues
-        self.low_precision = low_precision_copy(config.speed, model)
+    config: Config
+    model: Transformer  # must not be compiled: shapes differ in every round of decoding
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    autocast: Callable[[], AbstractContextManager[object]]
+    warn: Warn
+    speculate: bool = False  # propose the tokens of the true answers
+    dialogues: Answers | None = None  # answers turns; None: each completion is one turn
+
+    def __post_init__(self) -> None:
+        speed, texts = self.config.speed, self.config.sampling.stop
+        self.stops: Collection[int] = self.tokenizer.stops
+        self.stop_texts = StopTexts(self.tokenizer, texts) if texts else None
+        self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
+        self.low_precision = low_precision_copy(speed, self.model)
         # by number of samples per prompt, on which the number of prompts that fit depends
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
-            lambda: OOMBackoff("sampling", "--rollout-batch-size", size=0, warn=warn)
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", size=0, warn=self.warn)
         )
         self.work = Counter[str]()  # see Generation; the rollout clears it
 
@@ -87,6 +80,7 @@ class Sampler:
                     prompt_ids,
                     prompt_len,
                     stops=self.stops,
+                    stop_texts=self.stop_texts,
                     max_new_tokens=max_new_tokens,
                     num_samples=num_samples,
                     prompts_at_once=prompts_at_once,

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -23,19 +23,13 @@ from ..userfiles import load_file, place_of
 Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows themselves
 
 
-# --- tasks that are made of others ----------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class Generated(Task):
     """A source of examples without end."""
 
-    def __init__(
-        self, make: Callable[[int, bool], Example], about: str, speculate: bool = False
-    ) -> None:
-        """`make`: (number, held out?) -> an example, a pure function."""
-        self.make = make
-        self.about = about
-        self.speculate = speculate
+    make: Callable[[int, bool], Example]  # of (number, held out?), a pure function
+    about: str
+    speculate: bool = True
 
     def train(self, number: int) -> Example:
         return self.make(number, False)
@@ -90,10 +84,7 @@ class ChangedTask(SourceTask):
 
 
 class UserTask(ChangedTask):
-    """A user's task. Its examples are numbered: `index` is the key of their random numbers.
-
-    Its scores see copies: code of others may take numbers out of a list in `fields`.
-    """
+    """A user's task: `index`, the key of random numbers, is set, and scores see copies."""
 
     def ask(self, example: Example, number: int) -> Example:
         prompt = example.prompt or question_of(example.messages)
@@ -103,9 +94,6 @@ class UserTask(ChangedTask):
         self, examples: Sequence[Example], texts: Sequence[str]
     ) -> Mapping[str, Sequence[float]]:
         return self.source.score_batch([copy.deepcopy(example) for example in examples], texts)
-
-
-# --- from --task to a task ------------------------------------------------------------------------
 
 
 def load_task(
@@ -120,10 +108,8 @@ def load_task(
 ) -> Task:
     """The task of --task, --data, --eval-data and --task-args. Raises ConfigError.
 
-    Args:
-        task: a key of TASKS, a Python file with one task, a class, or an object that is made.
-        seed, chat, environment: what a class gets only if its `__init__` names it: the run's seed;
-            whether --system makes prompts the messages of a user; the `EnvironmentSet` or None.
+    `task` is a key of TASKS, a Python file with one task, a class, or an object. A class gets
+    `seed`, `chat` (see `Task`) and `environment` (an EnvironmentSet or None) if it names them.
     """
     given = {"data": sources(data), "eval_data": sources(eval_data)}
     given = {name: value for name, value in given.items() if value} | dict(args)
@@ -133,8 +119,7 @@ def load_task(
         return UserTask(task)
     cls = class_of(task)
     offered = {"seed": seed, "chat": chat, "environment": environment}
-    named = inspect.signature(cls).parameters
-    taken = {name: offered[name] for name in offered.keys() & named}
+    taken = {name: offered[name] for name in offered.keys() & inspect.signature(cls).parameters}
     try:
         made = cls(**taken, **given)
     except (TypeError, ValueError) as error:  # such as an argument that it does not take
@@ -153,12 +138,11 @@ def class_of(task: str | type[Task]) -> type[Task]:
     """The class that --task names. A Python file is run: use only files that you trust."""
     if isinstance(task, type) and issubclass(task, Task):
         return task
-    if not isinstance(task, str):
-        raise ConfigError(f"--task: {task!r:.80} is no minigrpo.Task")
     if task in TASKS:
         return resolve_name(f"{__package__}.{TASKS[task].path}")
-    if not task.endswith(".py"):
-        raise ConfigError(f"--task must be {', '.join(TASKS)} or FILE.py, got {task}")
+    if not (isinstance(task, str) and task.endswith(".py")):
+        names = ", ".join(TASKS)
+        raise ConfigError(f"--task: {names}, FILE.py or a minigrpo.Task, got {task!r:.80}")
     module = load_file(task)
     classes = [
         kind
@@ -174,18 +158,12 @@ def shipped_model(task: str) -> Path:
     """The file of the SFT model that --model shipped means; chess-env's for a task of one's own."""
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
-        raise ConfigError(
-            f"--model: none ships for --task {task}; give scratch, a path or ORG/NAME"
-        )
+        raise ConfigError(f"--model: none ships for --task {task}; give scratch or a path")
     return asset(row.shipped)
 
 
 def asset(name: str) -> Path:
-    """The file of a model that ships."""
     return Path(__file__).parents[1] / f"assets/{name}.safetensors"
-
-
-# --- what tasks share -----------------------------------------------------------------------------
 
 
 def fingerprint(text: str) -> int:
@@ -194,23 +172,20 @@ def fingerprint(text: str) -> int:
 
 
 def is_held_out(question: str, one_in: int = 10) -> bool:
-    """Whether a question is for evaluation, by its hash alone.
-
-    So a question that occurs twice is never in both splits, and all runs agree on what is held out.
-    """
+    """Whether a question is for evaluation, by its hash alone: copies of it are in one split."""
     return fingerprint(question) % one_in == 0
 
 
 def question_of(messages: Sequence[Mapping[str, str]]) -> str:
     """The text that stands for messages in logs, and whose hash decides the split.
 
-    Of a single user message it is the content: the split is that of the same question as a prompt.
-    System messages are left out: the same question with other instructions must not be in both.
+    A user's single message has the split of an equal prompt, and other instructions change nothing.
     """
     asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
-    match asked:
-        case [{"role": "user", "content": content}]:
-            return content
+    if asked and asked[-1]["role"] == "assistant":  # the beginning of the answer
+        asked.pop()
+    if len(asked) == 1 and asked[0]["role"] == "user":
+        return asked[0]["content"]
     return "\n".join(
         f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
         for message in asked

@@ -5,16 +5,16 @@ c = 1 for a right answer and 0 for a wrong one,
 
     reward = 0.5 format + 0.5 c + 0.5 (1 - (c - q)^2),    all 0 where the form does not match.
 
-The last term is 1 minus the Brier score. In expectation it is largest for q = P(c = 1): stating the
-true probability pays best. With `--data`, the questions are those of `--task prompts` or `math`.
-Messages ask for the published form, and plain prompts, which stay as they are, for the short one:
+The last term is 1 minus the Brier score, in expectation largest for q = P(c = 1). With `--data`,
+the questions are those of `--task prompts` or `math`. Messages ask for the published form, and
+plain prompts, which stay as they are, for the short one:
 
     <think>...</think> <answer>8</answer> <analysis>...</analysis> <confidence>0.5</confidence>
     8<confidence>0.5</confidence>
 
 Without `--data`, a hidden digit is to be guessed. Each prompt, such as `47_1, 3 or 8: `, says which
 digits are possible: one, two, five or all ten, a quarter of the prompts each, with equal chances.
-So nobody can be right more often than 1, 1/2, 1/5 or 1/10 of the time, the best confidence.
+So 1, 1/2, 1/5 or 1/10 is the best confidence.
 """
 
 import re
@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..model.chat import extended
 from ..runtime.rng import stream
 from ..runtime.statistics import calibration
 from ..types import Example
@@ -49,11 +50,7 @@ CHAT_FORM = re.compile(
 
 
 def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
-    """The answer and the confidence that a completion states; None if its form does not match.
-
-    No tag occurs twice. Those of the form stand in the order above, with nothing but white space
-    between and after them.
-    """
+    """The answer and the confidence that a completion states; None if its form does not match."""
     tags = TAG.findall(text)
     if len(tags) != len({*tags}):
         return None  # so there is only one way to match, and time grows with the text only
@@ -64,17 +61,15 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
 class Calibration(SourceTask):
     """Another task's questions, whose answers also state a confidence.
 
-    Reward functions, all 0 where the form does not match:
-        format: the form matches.
-        correct: the other task's measure of success says that the answer is right.
-        brier: 1 - (correct - confidence)^2.
-        confidence: the stated confidence; a metric, its weight is 0.
-
-    The true answers, for supervised fine-tuning, state random confidences: they teach the form, and
-    nothing about how sure to be.
+    True answers, for supervised fine-tuning, state random ones: they teach nothing but the form.
     """
 
-    parts: Mapping[str, float] = {"format": 0.5, "correct": 0.5, "brier": 0.5, "confidence": 0.0}
+    parts: Mapping[str, float] = {  # all 0 where the form does not match
+        "format": 0.5,  # the form matches
+        "correct": 0.5,  # the other task's measure of success says that the answer is right
+        "brier": 0.5,  # 1 - (correct - confidence)^2
+        "confidence": 0.0,  # as stated: a metric
+    }
     success = "correct"
 
     def __init__(
@@ -89,8 +84,7 @@ class Calibration(SourceTask):
         self.seed = seed
         self.chat = chat
         if not (data or eval_data):
-            about = "digits that can only be guessed"
-            super().__init__(Generated(self._digit, about, speculate=True))
+            super().__init__(Generated(self._digit, "digits that can only be guessed"))
         elif judge == "math":
             super().__init__(Math(seed, data, eval_data, chat))
         else:
@@ -105,22 +99,18 @@ class Calibration(SourceTask):
             answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
         truth = example.fields["true_answer"]
         scores = self.source.score(replace(example, answer=truth), answer)
-        # a made digit has no score
-        correct = scores.get(self.source.success, float(answer == truth))
+        correct = scores.get(self.source.success, float(answer == truth))  # a digit has no score
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """The calibration of the completions whose form matches: others have no confidence.
-
-        brier_score is the mean of (correct - confidence)^2; the part brier is 1 minus that square.
-        """
+        """The calibration of the completions whose form matches: others have no confidence."""
         valid = parts["format"] == 1
         if not valid.any():
             return {}
         confidence = parts["confidence"][valid]
         measures = calibration(confidence, parts["correct"][valid])
-        brier_score = measures.pop("brier")
+        brier_score = measures.pop("brier")  # the part of this name is 1 minus the square
         return {"brier_score": brier_score, **measures, "mean_confidence": confidence.mean()}
 
     def ask(self, example: Example, number: int) -> Example:
@@ -130,8 +120,7 @@ class Calibration(SourceTask):
             messages = [{"role": "user", "content": example.prompt}]
         answer = example.answer
         if messages:
-            last = messages[-1]
-            messages[-1] = {**last, "content": last["content"] + REQUEST}
+            messages = extended(messages, REQUEST)
             answer = f"<think></think> <answer>{answer}</answer> <analysis></analysis> "
         confidence = stream(self.seed, "confidence", number).integers(11) / 10
         answer += f"<confidence>{confidence:.1f}</confidence>"

@@ -27,26 +27,17 @@ ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")
 
 
 class ChessEnv(SourceTask):
-    """Prompts from self-play or files; completions are scored part by part against the truth.
+    """Prompts from self-play or files; completions are scored part by part against the truth."""
 
-    Parts, each in [0, 1]:
-        exact_fen: the FEN is the true one.
-        similarity: 1 - normalized edit distance between the FEN and the true one.
-        valid: the FEN is valid.
-        format: the text has four fields that parse.
-        reward_value: the reward field is right.
-        flags: half a point for each flag that is right.
-    """
-
-    # The first two are the objective. The others only break ties: with more weight they would drown
-    # the signal as long as no completion is exact.
+    # Each part is in [0, 1]. The first two are the objective. The others only break ties: with more
+    # weight they would drown the signal as long as no completion is exact.
     parts: Mapping[str, float] = {
-        "exact_fen": 1.0,
-        "similarity": 1.0,
-        "valid": 0.05,
-        "format": 0.05,
-        "reward_value": 0.05,
-        "flags": 0.05,
+        "exact_fen": 1.0,  # the FEN is the true one
+        "similarity": 1.0,  # 1 - normalized edit distance between the FEN and the true one
+        "valid": 0.05,  # the FEN is valid
+        "format": 0.05,  # the text has four fields that parse
+        "reward_value": 0.05,  # the reward field is right
+        "flags": 0.05,  # half a point for each flag that is right
     }
 
     def __init__(

@@ -1,8 +1,7 @@
 """Chess questions from files: games (.pgn, .pgn.gz), and RookWorld's lines of text (any other).
 
-Each ply of the main line of a game is a question. A line of text holds a question and its answer,
-exactly as the model is to read and write them. Whatever breaks the rules of chess is skipped: a
-whole game, or a line.
+Each ply of the main line of a game is a question; a line of text is a question and its answer, as
+they stand. Whatever breaks the rules of chess is skipped: a whole game, or a line.
 """
 
 import gzip
@@ -23,14 +22,9 @@ chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 
 
 class ChessFiles(Rows):
-    """The questions of files, of which one position in four is held out.
-
-    Two rows ask the same if their positions are equal, whatever the move: no position is in both
-    splits, and an evaluation has each of them once.
-    """
+    """The questions of files. Rows with one position ask the same, whatever the move."""
 
     def __init__(self, seed: int, data: Files, eval_data: Files, history: int) -> None:
-        """`history`: how many earlier moves the questions about a game contain."""
         self.history = history
         self.speculate = True
         self.skipped: list[str] = []  # "FILE, record 3: why"
@@ -66,15 +60,11 @@ class ChessFiles(Rows):
 
 
 def position_of(example: Example) -> str:
-    """The FEN in a prompt."""
     return example.prompt.removeprefix("A: ").partition("+")[0]
 
 
 def row_of(example: Example) -> Row:
-    """A row, whose question is the position.
-
-    A line may leave out an en passant square where no pawn can capture; the question always does.
-    """
+    """A row. Its question is the position, without an en passant square that no pawn can use."""
     return Row(position_key(chess.Board(position_of(example)).fen()), example)
 
 
@@ -99,10 +89,8 @@ def parse_line(text: str) -> Row:
         A: <FEN>+<move>+<history>+<FEN>+<reward>+<terminated>+<truncated>
 
     The prefix `A: ` and the history may be missing. An en passant square may be given after every
-    double pawn step, or only where a pawn can capture; an illegal move is worth 0.0 or -1.0.
-
-    Raises ValueError for a line that contradicts the rules of chess, or what its position alone
-    tells: a draw by repetition.
+    double pawn step, or only where a pawn can capture; an illegal move is worth 0.0 or -1.0. Raises
+    ValueError for what contradicts the rules of chess, or the position alone: a draw by repetition.
     """
     line = text.removeprefix("A: ")
     fields = line.split("+")

@@ -12,9 +12,8 @@ Without it, the questions are one-line functions, described by examples of input
                  def f(x):
     completion    return 42+3*x
 
-Two more inputs are tested that the prompt does not show, so that a table of the examples does not
-pass. Supervised fine-tuning learns random functions that pass the first example: it teaches to
-write Python and to read a number from the prompt, and shows a right answer only by chance.
+Two more inputs are tested, so that a table of the examples does not pass. Supervised fine-tuning
+learns random functions that pass the first example: it shows a right answer only by chance.
 """
 
 import ast
@@ -45,14 +44,10 @@ HIDDEN = (1, 7)  # inputs that are tested too
 
 
 class Code(SourceTask):
-    """Scores completions by running them.
-
-    Reward functions, each in [0, 1]:
-        passed: all tests of the list pass.
-        tests: the share of them that pass.
-    """
-
-    parts: Mapping[str, float] = {"passed": 1.0, "tests": 0.5}
+    parts: Mapping[str, float] = {
+        "passed": 1.0,  # 1 if all tests of the list pass, else 0
+        "tests": 0.5,  # the share of them that pass
+    }
     success = "passed"
 
     def __init__(
@@ -61,7 +56,7 @@ class Code(SourceTask):
         """`timeout`: seconds of CPU time for a completion and its tests."""
         self.seed = seed
         self.timeout_s = float(timeout)
-        made = Generated(self._one_liner, "one-line functions", speculate=True)
+        made = Generated(self._one_liner, "one-line functions")
         super().__init__(Rows(seed, data, eval_data, parse_problem) if data or eval_data else made)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
@@ -84,7 +79,6 @@ class Code(SourceTask):
                 break
         tests = [f"assert f({x}) == {value}" for x, value in values.items()]
         fields = {"test_list": tests, "code": f" return {expression}"}
-        # to learn from: another function, whose term is f(0), the first example
         _, _, other_slope = random_function(rng)
         return Example(prompt, f" return {term}+{other_slope}", number, kind, fields=fields)
 
@@ -97,10 +91,7 @@ def random_function(rng: np.random.Generator) -> tuple[str, int, str]:
 
 
 def code_of(text: str) -> str:
-    """The first block of Python in a completion, or all of it if there is none.
-
-    What comes before </think> are drafts.
-    """
+    """The first block of Python after </think>, where drafts end; all of it if there is none."""
     text = text.rpartition("</think>")[2]
     blocks = BLOCK.findall(text)  # of all languages, or the end of one would begin another
     code = next((code for language, code in blocks if language.lower() in PYTHON_LANGUAGES), text)

@@ -6,10 +6,9 @@ without them the last line, and of that what follows the last < or >. `--task-ar
     search   12 7 3 -> 9    12-7=5,5+3=8<7*3=21,21-12=9      the default without --data
     chat     a message      ... <answer>7 * 3 - 12</answer>  the default with --data
 
-A search is a row of attempts. After one that does not hit, < says that it is below the target, and
-> that it is above. The shipped model comes from random attempts with their true values, drawn
-without a look at the target (examples/countdown_sft.py): it has learnt to calculate and to compare,
-not to choose. Which attempts to make is learnt from the reward.
+In a search, < says that an attempt is below the target, and > that it is above. The shipped model
+comes from random attempts, drawn without a look at the target (examples/countdown_sft.py): it has
+learnt to calculate and to compare. Which attempts to make is learnt from the reward.
 """
 
 import ast
@@ -30,8 +29,6 @@ from .data import Files, Record, Row, Rows
 
 SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
 LARGEST = 100  # value that random attempts reach, on the way or in the end
-
-# --- the verifier ---------------------------------------------------------------------------------
 
 BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 BINARY = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
@@ -76,10 +73,7 @@ def result(line: str, numbers: Sequence[int]) -> Fraction | None:
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an expression: in floating point 1/49*49 is not 1.
-
-    Nothing is executed. Raises some exception for anything else.
-    """
+    """The exact value of an expression, which is read, not run: as floats, 1/49*49 is not 1."""
     if re.search(r"[^-+*/()\s0-9]", text):  # Python also knows 1_0, 0x10 and 1e1
         raise ValueError("only numbers, + - * / and parentheses")
 
@@ -96,9 +90,6 @@ def evaluate(text: str) -> Fraction:
     return value(ast.parse(" ".join(text.split()), mode="eval").body)
 
 
-# --- the task -------------------------------------------------------------------------------------
-
-
 class Attempt(NamedTuple):
     """Numbers that were combined until one was left."""
 
@@ -108,10 +99,7 @@ class Attempt(NamedTuple):
 
 
 def random_attempt(rng: Generator, numbers: Sequence[int]) -> Attempt:
-    """Combine two random numbers, the larger one first, by a random operator until one is left.
-
-    All values are whole numbers from 1 to LARGEST, as far as possible.
-    """
+    """Combine two random numbers, the larger one first, by a random operator until one is left."""
     pool = [(number, str(number)) for number in numbers]  # with the expression that gave each
     steps = []
     while len(pool) > 1:
@@ -133,16 +121,12 @@ SPELLED = (
 
 
 class Countdown(SourceTask):
-    """Problems made by a seed, or lines of files such as {"nums": [12, 7, 3], "target": 9}.
+    """Problems made by a seed, or lines of files such as {"nums": [12, 7, 3], "target": 9}."""
 
-    A made target is what a random attempt at the numbers reaches: every problem can be solved.
-
-    Reward functions, each 0 or 1:
-        solved: the answer reaches the target.
-        format: the answer is arithmetic that uses each number once, and its equations are true.
-    """
-
-    parts: Mapping[str, float] = {"solved": 1.0, "format": 0.1}
+    parts: Mapping[str, float] = {  # each 0 or 1
+        "solved": 1.0,  # the answer reaches the target
+        "format": 0.1,  # it is arithmetic that uses each number once, and its equations are true
+    }
     success = "solved"
     difficulty = "2x12,3x12"
 
@@ -168,7 +152,7 @@ class Countdown(SourceTask):
         self.levels = [tuple(map(int, level.split("x"))) for level in levels]
         if any(largest < SMALLEST for _, largest in self.levels):
             raise ConfigError(f"--task-args difficulty: the largest number is below {SMALLEST}")
-        super().__init__(Generated(self._made, f"problems of {self.difficulty}"))
+        super().__init__(Generated(self._made, f"problems of {self.difficulty}", speculate=False))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         value = result(final_answer(text), example.fields["nums"])
@@ -189,7 +173,7 @@ class Countdown(SourceTask):
         while True:
             size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
-            target = random_attempt(rng, numbers).value
+            target = random_attempt(rng, numbers).value  # so it can be reached
             problem = f"{sorted(numbers)} {target}"  # in whatever order the numbers stand
             if is_held_out(problem, one_in=4) == held_out:
                 break
@@ -204,7 +188,6 @@ class Countdown(SourceTask):
 
 
 def parse_problem(record: Record) -> Row:
-    """The row of a line."""
     numbers = record["nums"]
     target = index(record["target"])
     if len(numbers) < 2 or min(map(index, numbers)) < 0:
@@ -216,9 +199,6 @@ def parse_problem(record: Record) -> Row:
 def short_question(numbers: Sequence[int], target: int) -> str:
     """The question for a small model of its own, numbers from the largest down."""
     return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
-
-
-# --- with a calculator ----------------------------------------------------------------------------
 
 
 def calculate(expression: str) -> str:

@@ -1,8 +1,7 @@
 """Questions from JSONL files or Python: how rows are read, which are held out, in which order.
 
-`--data` is trained on, and `--eval-data` is held out whole. Without the latter a tenth of the
-questions of `--data` is held out, by a hash of the question. A question counts once in an
-evaluation, however often it is in a file and whatever else its lines say.
+`--eval-data` is held out whole; without it a tenth of the questions of `--data`, by a hash. A
+question counts once in an evaluation, whatever else its lines say.
 """
 
 import copy
@@ -10,8 +9,10 @@ import json
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date, time
 from functools import lru_cache, partial
-from numbers import Real
+from math import isnan
+from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -25,14 +26,11 @@ from .base import fingerprint, is_held_out, question_of
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a row has
 ANSWERS = ("answer", "completion", "solution")
-CHATS = ("messages", "prompt", "completion")  # keys of lists of messages, in order
 Record = Mapping[str, Any]  # a row as it was given
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
 class Row(NamedTuple):
-    """A row as it was read."""
-
     question: str  # what decides whether two rows ask the same
     example: Example
     published_test: bool = False  # of the test split of a file that is published with its splits
@@ -42,7 +40,45 @@ class Row(NamedTuple):
 Parse = Callable[[Any], Row]  # what a line holds, whatever it is -> a row; any exception refuses it
 
 
-# --- how rows are read ----------------------------------------------------------------------------
+def rows_of(name: str, data: Any) -> list[Record]:
+    """The rows that a caller gives: of a table, or of whatever yields dicts. Raises ConfigError."""
+    rows: Any = data
+    if hasattr(data, "itertuples"):  # pandas has several values that stand for a missing one
+        gaps = [x for x in data if data[x].dtype.kind == "f" and data[x].isna().any()]
+        data = data.assign(**data[gaps].convert_dtypes())  # whole numbers, which a gap made floats
+        rows = data.astype(object).where(data.notna(), None).to_dict("records")
+    for read in ("to_dicts", "to_pylist"):  # of polars, of pyarrow
+        rows = getattr(data, read)() if hasattr(data, read) else rows
+    is_series = isinstance(rows, Iterable) or getattr(rows, "__getitem__", None)
+    rows = list(rows) if is_series and not isinstance(rows, Mapping) else [None]
+    if not all(isinstance(row, Mapping) for row in rows):
+        forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
+        raise ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
+    return [dict(row) for row in rows]
+
+
+def plain(value: Any, of_pandas: bool = False) -> Any:
+    """A value of a row as JSON has it, without keys that are null or NaN, at any depth.
+
+    Tables write null where a row lacks what others have. What is neither numpy's nor a date, such
+    as an image, stays. `of_pandas`: inside an array of objects, where whole numbers may be floats.
+    """
+    if isinstance(value, Mapping):
+        items = ((key, plain(item, of_pandas)) for key, item in value.items())
+        return {key: item for key, item in items if not is_missing(item)}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, of_pandas) for item in value)
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind == "M":  # of nanoseconds it would be a number
+            value = value.astype("datetime64[us]")
+        return plain(value.tolist(), of_pandas or value.dtype.kind == "O")
+    if of_pandas and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value.isoformat() if isinstance(value, date | time) else value
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and isnan(value))
 
 
 def question_key(text: str) -> str:
@@ -54,66 +90,59 @@ def question_key(text: str) -> str:
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
-    """The text or number under the first of the keys that a row has; NaN and null are missing."""
-    for key in keys:
-        value = record.get(key)
-        if value is None or value != value:
-            continue
-        if not isinstance(value, str | Real):
-            raise ValueError(f"{key} must be a text or a number, got {value!r:.60}")
-        return str(value)
-    if default is None:
-        raise ValueError(f"needs a text under {' or '.join(keys)}")
-    return default
+    """The text or number under the first of the keys that a row has."""
+    value = next((record[key] for key in keys if key in record), default)
+    if not isinstance(value, str | Number):
+        raise ValueError(f"needs a text or a number under {' or '.join(keys)}, got {value!r:.60}")
+    return str(value)
 
 
-def parse_pair(record: Record, default: str | None = None) -> Row:
+def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     """A question, or the messages of a chat, and an answer; all are used as they are.
 
-    Messages stand under `messages` (OpenAI's form), or under `prompt` and `completion` (TRL's). The
-    last one, if it is the assistant's, is the answer. `default` is the answer of a row without one.
+    Messages stand under `prompt` and `completion` (TRL's form), or without a prompt under
+    `messages` (OpenAI's). The last one, if it is the assistant's, is the answer; but at the end of
+    a prompt it is the beginning of the answer. With `needs_answer`, a row without one is refused.
     """
-    chats = [record[key] for key in CHATS if is_chat(record.get(key))]
+    asked = record.get("prompt") or record.get("messages")
+    chats = [chat for chat in (asked, record.get("completion")) if chat and is_chat(chat)]
     messages = [as_templates_write(message) for chat in chats for message in chat]
-    if messages and messages[-1]["role"] == "assistant":
+    default = None if needs_answer else ""
+    if messages and messages[-1]["role"] == "assistant" and chats[-1] is not record.get("prompt"):
         default = messages.pop()["content"]
     question = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
+    if not needs_answer:  # nothing reads what is no text
+        keys = [key for key in keys if isinstance(record.get(key), str | Number)]
     answer = text_of(record, keys, default)
     tools = tools_of(record)
     example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
     return Row(question, example)
 
 
-parse_any = partial(parse_pair, default="")  # of rows that may have no answer
+parse_any = partial(parse_pair, needs_answer=False)
 
 
 def parse_episode(record: Record, *, is_read: bool) -> Row:
     """A row that needs no question. `is_read`: an environment reads all of it."""
     whole = json.dumps(record, sort_keys=True, default=str)
-    has_question = {*QUESTIONS, *CHATS} & record.keys()
+    has_question = {*QUESTIONS, "messages", "completion"} & record.keys()
     row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
     return row._replace(extra_key=whole) if is_read else row
 
 
 def is_chat(value: object) -> TypeGuard[Sequence[Record]]:
-    """Whether a value is a list of messages, as JSON or Arrow has it."""
-    if not isinstance(value, list | tuple | np.ndarray):
-        return False
-    return all(isinstance(message, Mapping) for message in value)
+    return isinstance(value, list | tuple) and all(isinstance(x, Mapping) for x in value)
 
 
 def as_templates_write(message: Record) -> dict[str, Any]:
-    """A message as templates expect it: its content is one text, arguments of calls are objects.
-
-    OpenAI's form has a list of parts, or null, as a content, and JSON as arguments.
-    """
+    """A message with a text where OpenAI's has parts or null, and objects where it has JSON."""
     written = dict(copy.deepcopy(message))
-    content = message.get("content") or ""
+    content = message.get("content", "")
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
     written["content"] = content
-    for call in written.get("tool_calls") or ():
+    for call in written.get("tool_calls", ()):
         function = call.get("function", call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"])
@@ -123,20 +152,16 @@ def as_templates_write(message: Record) -> dict[str, Any]:
 def tools_of(record: Record) -> list[Record] | None:
     """The schemas of a row's own tools: a list, or the JSON of one. Anything else is none."""
     tools = record.get("tools")
-    if isinstance(tools, str):
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
         tools = json.loads(tools)
     return list(tools) if is_chat(tools) else None
-
-
-# --- which rows are held out ----------------------------------------------------------------------
 
 
 def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
     """The rows of --data and --eval-data; where questions are few, with what else differs in them.
 
-    All rows of an environment may ask the same, such as "Find the way out", and differ in what the
-    environment reads. Where there are questions enough, they alone decide what is held out, so that
-    the split is the same without an environment. A question must have the same key on both sides.
+    All rows of an environment may ask the same, such as "Find the way out", and differ in what it
+    reads. Where there are questions enough, the split is the same as without an environment.
     """
     if len({row.question for rows in sides for row in rows}) >= 10:  # of fewer, a tenth may be none
         return sides
@@ -176,8 +201,10 @@ class Rows(Task):
                 if isinstance(line, bytes) and not line.strip():
                     continue
                 with refusing(f"{place} {number}"):  # a line may hold anything
-                    row = self.parse(json.loads(line) if isinstance(line, bytes) else line)
-                    rows.append(row._replace(question=question_key(row.question)))
+                    record = plain(json.loads(line) if isinstance(line, bytes) else line)
+                    row = self.parse(record)
+                    example = replace(row.example, place=f"{place} {number}")
+                    rows.append(row._replace(question=question_key(row.question), example=example))
         return rows
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -205,7 +232,6 @@ class Rows(Task):
 
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """The order of the n rows in an epoch."""
     return stream(seed, "pairs", epoch).permutation(n)
 
 

@@ -39,8 +39,7 @@ class Game:
 class Guess(Task):
     """Games with each secret equally often: in a shuffled order, and held out in turn.
 
-    There is no secret to hold out: held-out games differ by the random numbers of their guesses.
-    The last guess is `exact` if it is the secret.
+    No secret is held out: held-out games differ by the random numbers of their guesses.
     """
 
     environment = Game

@@ -9,25 +9,22 @@ completions such as `15,18,23####23`: the sum so far after each further number, 
 
 Plain numbers are compared exactly, and other formulas by math-verify where it is installed (the
 extra `math`), else as text. math-verify may work for hours on 9^{9^{9}}, and a multiplication of
-huge numbers cannot be interrupted in Python: it runs in a process that the system ends.
+huge numbers cannot be interrupted in Python: it runs in processes that the system ends.
 """
 
-import json
 import re
-import sys
-import threading
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
 
+from ..runtime.pool import WorkerProcesses
 from ..runtime.rng import stream
 from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import QUESTIONS, Files, Record, Row, Rows, text_of
 
+PATIENCE_S = 60.0  # for math-verify on a busy machine; its own limit is one of CPU time
 HASHES = "####"  # the two forms of an answer
 BOXED = r"\boxed{}"
 REQUESTS = {
@@ -37,14 +34,12 @@ REQUESTS = {
 
 
 class Math(SourceTask):
-    """Scores completions by their final answer.
+    """Scores completions by their final answer."""
 
-    Reward functions, each 0 or 1:
-        correct: the final answer is the true one.
-        format: it is given in the form that the prompt asks for.
-    """
-
-    parts: Mapping[str, float] = {"correct": 1.0, "format": 0.1}
+    parts: Mapping[str, float] = {  # each 0 or 1
+        "correct": 1.0,  # the final answer is the true one
+        "format": 0.1,  # it is given in the form that the prompt asks for
+    }
     success = "correct"
 
     def __init__(
@@ -54,7 +49,7 @@ class Math(SourceTask):
         self.seed = seed
         self.chat = chat
         self.verifier: MathVerify | None = None
-        made = Generated(self._sum, "sums of 3 to 6 numbers", speculate=True)
+        made = Generated(self._sum, "sums of 3 to 6 numbers")
         super().__init__(Rows(seed, data, eval_data, self._row) if data or eval_data else made)
         if self.source is made:
             return
@@ -176,34 +171,17 @@ def exact_value(text: str, form: str) -> Fraction | None:
 
 
 class MathVerify:
-    """Compares formulas in a process that is started again when the system has ended it."""
+    """Compares formulas in processes that the system ends if they take too long."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # one pair at a time
-        self.process = start_worker()
-        # a group has many completions and few answers
-        self.same = lru_cache(maxsize=1 << 14)(self._compare)
+        self.workers = WorkerProcesses(f"{__package__}.math_verify_worker", "same")
+        self.same = lru_cache(maxsize=1 << 14)(self._compare)  # a group has few answers
         if not self._compare("1", "1"):
             raise ConfigError("--task math: math-verify is installed, but does not work")
 
     def _compare(self, truth: str, answer: str) -> bool:
         """Whether two formulas are equal; False for one that takes too long or too much memory."""
-        with self.lock:
-            assert self.process.stdin and self.process.stdout
-            print(json.dumps([truth, answer]), file=self.process.stdin, flush=True)
-            verdict = self.process.stdout.readline()
-            if not verdict:  # the system has ended it
-                self.process = start_worker()
-            return verdict == "1\n"
-
-
-def start_worker() -> Popen[str]:
-    return Popen(
-        # -P: else our math.py would hide the standard library's
-        [sys.executable, "-P", Path(__file__).with_name("math_verify_worker.py")],
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=DEVNULL,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the run, which ends the input
-    )
+        try:
+            return bool(self.workers.call((truth, answer), PATIENCE_S))
+        except (RuntimeError, EOFError, OSError):  # it cannot be read, or the process was ended
+            return False

@@ -1,31 +1,23 @@
-"""The process in which math-verify compares answers; math.py starts it.
+"""What the processes in which math-verify compares answers import; math.py starts them."""
 
-It reads a JSON list of two texts per line, the truth and the answer, and writes 1 or 0 per line. It
-imports nothing of minigrpo, so that it starts without torch.
-"""
-
-import json
+import os
 import resource
 import signal
 import sys
 
 import math_verify
 
-LIMIT_S = 3.0  # of CPU time, per pair: a busy machine changes no verdict
-MEMORY_BYTES = 2 << 30  # of the process, SymPy included
+sys.stdout = sys.stderr = open(os.devnull, "w")
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # bytes, SymPy included
 
-verdicts = sys.stdout
-sys.stdout = sys.stderr  # what a library prints is no verdict
-resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
-for line in sys.stdin:
+def same(truth: str, answer: str) -> bool:
+    """Whether two formulas are equal. Raises any error for one that cannot be read."""
     # nobody handles its signal: it ends the process, even within one multiplication
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, 3.0)  # s of CPU time: a busy machine changes no verdict
     try:  # the library's own limits are off: they cannot end a multiplication
-        texts = [f"${text.strip('$ ')}$" for text in json.loads(line)]
-        truth, answer = (math_verify.parse(text, parsing_timeout=None) for text in texts)
-        same = bool(math_verify.verify(truth, answer, timeout_seconds=None))
-    except Exception:  # an answer that it cannot read
-        same = False
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    print(int(same), file=verdicts, flush=True)
+        texts = [f"${text.strip('$ ')}$" for text in (truth, answer)]
+        formulas = [math_verify.parse(text, parsing_timeout=None) for text in texts]
+        return bool(math_verify.verify(*formulas, timeout_seconds=None))
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -74,7 +74,7 @@ def empty_prompt(number: int, held_out: bool) -> Example:
 
 def parse_qa(record: Record) -> Row:
     """A question, its right answers, and perhaps a `context`: a text, or HotpotQA's paragraphs."""
-    answers = next(record[key] for key in ANSWERS if record.get(key) is not None)
+    answers = next(record[key] for key in ANSWERS if key in record)
     answers = answers if isinstance(answers, list) else [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")

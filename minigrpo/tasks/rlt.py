@@ -1,8 +1,7 @@
 """A teacher that is paid by what a student understands: RLT (Cetin et al., arXiv 2506.08388).
 
 The teacher reads a question and its solution, and writes an explanation between <think> tags. A
-frozen student reads the question and the explanation, and the reward is how likely it finds the
-solution. So the reward is dense: the teacher need not find the solution by itself.
+frozen student reads question and explanation, and the reward is how likely it finds the solution.
 
     likelihood = mean + 0.01 min over solution tokens of
                  log p_student(token | question, explanation)
@@ -14,13 +13,12 @@ solution. So the reward is dense: the teacher need not find the solution by itse
 solution is not copied into it. A completion without the tags has -1 in each of the three, as
 published: where the student is so bad that its terms are below -1, leaving out the tags pays.
 
-The student is run at the temperature at which the teacher is sampled, and gets the teacher's very
-tokens. So the two need the same vocabulary, but not the same template.
+The student is run at the teacher's temperature and gets its very tokens: the two need the same
+vocabulary, but not the same template.
 
-`--data` has lines with a question and a solution, such as GSM8K's. Without it, the questions are
-additions: 483927+270486 has the solution 0754413, and the explanation 111010, the carries out of
-the columns from right to left. A small student cannot compute the first digit of the solution in
-one pass. With the carries before it, each digit is a sum of three numbers in its own column.
+Without `--data` the questions are additions: 483927+270486 has the solution 0754413, and the
+explanation 111010, the carries from right to left. A small student cannot compute the first digit
+in one pass. After the carries, each digit is a sum of three numbers in its own column.
 """
 
 import re
@@ -29,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model.encoding import to_completions, token_texts
+from ..model.encoding import encode_prompt, to_completions, token_texts
 from ..model.frozen_model import FrozenModel
 from ..runtime.rng import stream
 from ..task import TokenBatch
@@ -59,8 +57,7 @@ Think between <think> and </think>, then write the solution between <solution> a
 class RLT(SourceTask):
     """Scores explanations by what a student makes of them.
 
-    Two metrics have weight 0. solved: 1 if greedy decoding of the student writes the solution after
-    the explanation, else 0. unaided: the same with an empty explanation.
+    Metrics: `solved`, 1 if its greedy decoding writes the solution, and `unaided`, without them.
     """
 
     parts: Mapping[str, float] = {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
@@ -73,7 +70,7 @@ class RLT(SourceTask):
         """`student`: a run, a model's folder or file, or ORG/NAME; "": the one of additions."""
         self.seed = seed
         self.student = student or str(asset("student"))
-        made = Generated(self._addition, f"additions of {DIGITS} digits", speculate=True)
+        made = Generated(self._addition, f"additions of {DIGITS} digits")
         super().__init__(Rows(seed, data, eval_data, parse_lesson) if data or eval_data else made)
         if self.source is not made and not student:
             raise ConfigError("--task rlt --data needs --task-args student=MODEL")
@@ -116,8 +113,7 @@ class RLT(SourceTask):
         """What the student reads of prompt p. Raises ConfigError for another vocabulary."""
         tokenizer = student.tokenizer
         fields = batch.examples[p].fields
-        # a message, if the student has a chat template
-        prompt = student.encode_prompt(Example(fields["students_prompt"], tools=()))
+        prompt = encode_prompt(tokenizer, Example(fields["students_prompt"], tools=()))
         solution = tokenizer.encode(fields["solution"])
         ending = [*tokenizer.encode("<solution>"), *solution]
         texts = [[*tokenizer.encode("<think></think>"), *ending]]

@@ -1,11 +1,9 @@
 """Positions and moves from seeded self-play: an endless supply of chess-env examples.
 
-They are cheap, and python-chess computes their answers, so these cannot be wrong. Moves are random
-with a bias, because purely random play hardly ever castles, promotes or mates. A game yields
-`PLIES_PER_GAME` examples; it is played once and cached.
+python-chess computes their answers. Moves are random with a bias, because purely random play hardly
+ever castles, promotes or mates. A game yields `PLIES_PER_GAME` examples; it is played once.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,9 +41,7 @@ def position_is_held_out(fen: str) -> bool:
     return (fingerprint(position_key(fen)) >> 56) % 4 == 0
 
 
-def question_about(
-    fen: str, uci: str, earlier: Sequence[str], history: int, index: int = 0
-) -> Example:
+def question_about(fen: str, uci: str, earlier: list[str], history: int, index: int = 0) -> Example:
     """What a move makes of a position; the prompt has the last `history` of the earlier moves."""
     prompt = f"A: {fen}+{uci}+"
     if history:
@@ -55,8 +51,6 @@ def question_about(
 
 
 class Ply(NamedTuple):
-    """A move of a game."""
-
     fen: str  # before the move
     uci: str
     kind: str
@@ -124,26 +118,19 @@ class SelfPlay(Generated):
     """Endless examples, each a pure function of the seed, the split and its number."""
 
     def __init__(self, seed: int, history: int = 0) -> None:
-        """`history`: how many earlier moves the prompt contains."""
         self.seed = seed
         self.history = history
         self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
-        about = "positions of self-play, answers by python-chess"
-        super().__init__(self._example, about, speculate=True)
+        super().__init__(self._example, "positions of self-play, answers by python-chess")
 
     def _example(self, number: int, held_out: bool) -> Example:
-        """Held-out examples come game by game; `PLIES_PER_GAME` for training, from as many games.
-
-        These are staggered: every `PLIES_PER_GAME` examples need one new game, so the cost of
-        self-play is spread evenly over the steps.
-        """
+        """Held-out examples come game by game; others staggered, so that games cost evenly."""
         game, slot = divmod(number, PLIES_PER_GAME)
         if not held_out:
             game += (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
         return self.game(game, held_out)[slot]
 
     def _game(self, game: int, held_out: bool) -> list[Example]:
-        """The examples of one game."""
         # 1. Play until rare kinds can be preferred: of a short game, few plies are of this split.
         split = "held-out" if held_out else "train"
         candidates = list[Ply]()

@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from ..config import Config, Group, read_flags, read_toml
-from ..parts import Parts
+from ..config import Config, Group, Paths, read_flags, read_toml
+from ..parts import Given, Parts, load_model_of_run
 from ..resolve import resolve
 from ..run.console import Console
 from ..run.run_dir import RECORD
@@ -17,9 +17,9 @@ from ..runtime.device import pick_device, set_up_process
 class ModelArguments(Group):
     """What the commands on a model have in common."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[Paths, tyro.conf.Positional]
     """First: a run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
-    data: str = ""
+    data: Paths = ""
     """Files of questions; all of them are held out."""
 
 
@@ -40,7 +40,7 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     """The settings of the run, or the defaults, with those that are given. Raises ConfigError."""
     record = Path(arguments.run) / RECORD
     settings = read_toml(record) if record.is_file() else {}
-    # a run's adapters are merged when it is loaded; it may be of another machine
+    # a run's adapters are loaded with it; it may be of another machine
     settings |= {"model": arguments.run, "lora_rank": 0, "device": "auto"}
     if arguments.data:
         settings |= {"data": "", "eval_data": arguments.data}
@@ -48,7 +48,10 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
 
 
 def open_parts(config: Config, console: Console) -> Parts:
-    """The parts of a config, on its device."""
+    """The parts of a config, on its device; adapters of a run stay apart, as in its training."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
-    return Parts(config, device, console)
+    run = Path(config.model.name)
+    as_trained = (run / RECORD).is_file() and not config.model.lora_rank
+    model = load_model_of_run(run, console) if as_trained else None
+    return Parts(config, device, console, Given(model=model))

@@ -10,7 +10,6 @@ runs that differ in their seed alone are one setting, and three seeds or more de
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import tyro
@@ -41,17 +40,7 @@ def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
 
 
 def settings_that_count(run: Run) -> dict[str, object]:
-    """The settings that a run's results depend on, besides the seed."""
     return {name: value for name, value in run.config.flat().items() if name not in BESIDE}
-
-
-class Shared(NamedTuple):
-    """An answer that both runs of a pair have."""
-
-    answer: Answer
-    pair: int  # the number of the pair
-    first: float  # its value in the run of the first setting
-    second: float
 
 
 def differences(first: Runs, second: Runs) -> dict[str, Difference]:
@@ -62,13 +51,13 @@ def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     """
     same_seed = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
     pairs = same_seed or [*zip(first, second, strict=False)]
-    shared = defaultdict[str, list[Shared]](list)  # by measure
+    # measure -> answers that both runs of a pair have, its number, and the values in both
+    shared = defaultdict[str, list[tuple[Answer, int, float, float]]](list)
     for pair, (one, other) in enumerate(pairs):
         others_answers = answers_of(other)
         for answer, value in answers_of(one).items():
             if answer in others_answers:
-                measure = answer[0]
-                shared[measure].append(Shared(answer, pair, value, others_answers[answer]))
+                shared[answer[0]].append((answer, pair, value, others_answers[answer]))
     # rewards that are made otherwise are not compared
     settings = first[0].config.flat()
     other_settings = second[0].config.flat()
@@ -76,7 +65,13 @@ def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     if any(settings[name] != other_settings[name] for name in of_reward):
         shared.pop(REWARD, None)
         shared.pop(REWARD + SAMPLED, None)
-    return {measure: paired_test(lines) for measure, lines in shared.items()}
+    tests = {}
+    for measure, lines in shared.items():
+        answers, numbers, values, other_values = zip(*lines, strict=True)
+        change_by_pair = mean_by(numbers, other_values) - mean_by(numbers, values)
+        means = mean_by(answers, values), mean_by(answers, other_values)
+        tests[measure] = difference(*means, change_by_pair)
+    return tests
 
 
 def answers_of(run: Run) -> dict[Answer, float]:
@@ -89,16 +84,6 @@ def answers_of(run: Run) -> dict[Answer, float]:
     return values
 
 
-def paired_test(lines: Sequence[Shared]) -> Difference:
-    """The paired test of one measure."""
-    answers = [line.answer for line in lines]
-    pairs = [line.pair for line in lines]
-    first = [line.first for line in lines]
-    second = [line.second for line in lines]
-    change_by_pair = mean_by(pairs, second) - mean_by(pairs, first)
-    return difference(mean_by(answers, first), mean_by(answers, second), change_by_pair)
-
-
 def mean_by(keys: Sequence[object], values: Sequence[float]) -> np.ndarray:
     """The mean of the values of each distinct key, in order."""
     groups = defaultdict(list)
@@ -108,7 +93,6 @@ def mean_by(keys: Sequence[object], values: Sequence[float]) -> np.ndarray:
 
 
 def row_of(measure: str, test: Difference) -> list[str]:
-    """The cells of COLUMNS."""
     means = [f"{test.first:.3f}", f"{test.second:.3f}"]
     p = "" if math.isnan(test.p) else f"{test.p:.2g}"
     return [measure, str(test.n), *means, str(test.change), p, "yes" if test.is_shown else ""]

@@ -1,8 +1,4 @@
-"""Tell what is wrong with a run, and what to do about it: `minigrpo doctor RUN`.
-
-It also works while the run is going. tests/test_doctor.py measures how often chance alone finds
-something in a healthy run.
-"""
+"""Tell what is wrong with a run, also while it is going, and what to do: `minigrpo doctor RUN`."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -18,25 +14,24 @@ from .runs import RunArguments as Arguments
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
 RIGHT_SHARE = "held out"  # the series of the sampled share of right answers in evaluations
-Values = np.ndarray  # [n], of one series, by step
 
 
 class Rule(NamedTuple):
     """What may be wrong with a run."""
 
     series: str  # metrics of this name, in which * is any text, or RIGHT_SHARE
-    test: Callable[[Values, Run], bool | np.bool]
+    test: Callable[[np.ndarray, Run], bool | np.bool]  # of the values by step, [n]
     sentence: str
     advice: str
     fewest: int = FEWEST_STEPS  # logged steps below which the rule is silent
 
 
-def at_first(values: Values) -> float:
+def at_first(values: np.ndarray) -> float:
     """The median of the first two fifths."""
     return float(np.median(values[: 1 + len(values) * 2 // 5]))
 
 
-def at_last(values: Values) -> float:
+def at_last(values: np.ndarray) -> float:
     """The median of the last fifth."""
     return float(np.median(values[-1 - len(values) // 5 :]))
 
@@ -46,7 +41,7 @@ def solved(run: Run) -> bool:
     return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
 
 
-def has_not_risen(values: Values, run: Run) -> bool | np.bool:
+def has_not_risen(values: np.ndarray, run: Run) -> bool | np.bool:
     """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
     first, last = np.array_split(values, 3)[::2]
     error = np.sqrt((first.var() + last.var()) / len(last))
@@ -57,7 +52,7 @@ RULES = (
     Rule(
         "rewards/*/failures",
         lambda values, run: values.any(),
-        "A reward function fails on some completions, which then get 0 from it.",
+        "A reward function fails on some completions, which count as the worst of their groups.",
         "The run's warnings name the first error. Mend the function, or raise its timeout_s.",
         fewest=1,
     ),
@@ -69,8 +64,8 @@ RULES = (
             and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
         ),
         "In most groups all completions have equal rewards, which teach nothing.",
-        "Take easier or harder prompts, a larger --group-size, --dynamic-sampling 3, or a reward "
-        "with partial credit; --loss nll first if the model never gets anything right.",
+        "Take other prompts, a larger --group-size, --dynamic-sampling 3, or a reward with partial "
+        "credit; --loss nll first if nothing is ever right.",
         fewest=1,
     ),
     Rule(
@@ -83,16 +78,15 @@ RULES = (
         "reward",
         has_not_risen,
         "The reward has not risen.",
-        "Look at samples.jsonl: are any completions better than others? Then try three times the "
-        "--learning-rate, more --prompts-per-step, or more steps.",
+        "Try three times the --learning-rate, more --prompts-per-step, or more steps.",
         fewest=100,
     ),
     Rule(
         "completions/clipped_ratio",
         lambda values, run: at_last(values) > 0.25,
         "Many completions are cut off before they end, and are scored by half a text.",
-        "Raise --max-new-tokens, or use --overlong mask. If none ends, check that the stop tokens "
-        "are those of the chat template; --loss nll on true answers teaches the end.",
+        "Raise --max-new-tokens, or use --overlong mask. If none ends, compare the stop tokens to "
+        "those of the chat template; --loss nll on true answers teaches the end.",
     ),
     Rule(
         "entropy",
@@ -100,15 +94,13 @@ RULES = (
             at_last(values) < 0.2 * at_first(values) and not (run.config.supervised or solved(run))
         ),
         "Entropy has collapsed: the model writes nearly the same text each time.",
-        "Lower --learning-rate, raise --clip-high (0.28, DAPO) with several --num-iterations, or "
-        "stop at the best evaluation.",
+        "Lower --learning-rate, raise --clip-high (0.28, DAPO), or stop at the best evaluation.",
     ),
     Rule(
         "entropy",
         lambda values, run: at_last(values) > 2 * at_first(values) and not run.config.supervised,
         "Entropy grows: the model becomes random instead of better.",
-        "Look at samples.jsonl: perhaps the reward does not depend on the text as it should. Or "
-        "lower --learning-rate, or add --kl-coef 0.01.",
+        "Look at samples.jsonl, lower --learning-rate, or add --kl-coef 0.01.",
     ),
     Rule(
         "kl",
@@ -120,15 +112,13 @@ RULES = (
         "sampling/logp_difference_mean",
         lambda values, run: at_last(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
-        "Run without --use-amp to see whether that is the cause, or use --sampler-correction "
-        "token-truncate.",
+        "Run without --use-amp, or use --sampler-correction token-truncate.",
     ),
     Rule(
         RIGHT_SHARE,
         # three points or more between the intervals of the best evaluation and of the last
         lambda values, run: max(x.low for x in run.shares) > run.shares[-1].high + 0.03,
-        "The model has got worse: the learning rate is too high, or the reward pays for something "
-        "else.",
+        "The model has got worse, or the reward pays for something else.",
         "Lower --learning-rate to a third, and keep the checkpoint nearest to the best evaluation.",
     ),
     Rule(
@@ -156,7 +146,6 @@ def diagnose(run: Run) -> list[tuple[Rule, str]]:
 
 
 def print_findings(console: Console, run: Run) -> None:
-    """Print the findings on a run, or that there are none."""
     findings = diagnose(run)
     for rule, numbers in findings:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")

@@ -7,12 +7,12 @@ unless flags change them. Intervals are 95 %, over examples.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 from pydantic import Field
 
+from ..config import OnePath
 from ..evaluate import measure
 from ..run.console import Console
 from ..run.logging import to_json
@@ -23,7 +23,7 @@ from .common import ModelArguments, config_of, open_parts, parse
 class Arguments(ModelArguments):
     n: int = Field(2000, ge=1)
     """Held-out examples, or as many as there are."""
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None
+    json_file: Annotated[OnePath | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""
 
 
@@ -38,11 +38,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     console.say(f"{arguments.run}: {measures['n'].value:.0f} held-out examples, seed {run.seed}")
     console.measures({"": measures})
     if arguments.json_file:
-        record = {
-            "model": arguments.run,
-            "seed": run.seed,
-            "samples": run.eval_samples,
-            "measures": {name: estimate._asdict() for name, estimate in measures.items()},
-        }
-        arguments.json_file.write_text(to_json(record, indent=1))
+        asked = {"model": arguments.run, "seed": run.seed, "samples": run.eval_samples}
+        measured = {name: estimate._asdict() for name, estimate in measures.items()}
+        arguments.json_file.write_text(to_json({**asked, "measures": measured}, indent=1))
         console.say(f"wrote {arguments.json_file}")

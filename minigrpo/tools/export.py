@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..config import OnePath
 from ..parts import Parts
 from ..run.console import Console
 from ..run.run_dir import TRAINED_ON
@@ -17,7 +18,7 @@ from .common import ModelArguments, config_of, parse
 
 
 class Arguments(ModelArguments):
-    out: Path
+    out: OnePath
     """The folder to write."""
 
 
@@ -33,4 +34,6 @@ def main(argv: Sequence[str], prog: str) -> None:
     trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
     if trained_on.is_file():
         shutil.copyfile(trained_on, out / TRAINED_ON)
-    console.say(f"{arguments.run} -> {out}")
+    args = parts.config.model.chat_args
+    note = f"; give its chat template what it was trained with: {args}" if args else ""
+    console.say(f"{arguments.run} -> {out}{note}")

@@ -13,15 +13,12 @@ from statistics import mean
 from ..config import Config, read_flags, settle
 from ..defaults import size_of
 from ..model.encoding import encode_prompt
-from ..model.hf import WEIGHTS, hub_folder, read_model_shape
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.lora import add_adapters
 from ..model.transformer import ModelShape, Transformer
-from ..parts import INITIAL, SELF, Parts, config_of_run
+from ..parts import INITIAL, SELF, Parts, shape_by_name
 from ..resolve import resolve
 from ..run.console import Console
-from ..run.run_dir import RECORD
-from ..tasks.base import shipped_model
 
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
@@ -102,7 +99,7 @@ def copy_of(config: Config, base: float, name: str) -> float:
     """Bytes of a frozen model; `base`: of the weights of --model, without adapters."""
     if name == INITIAL:
         return 0 if config.model.lora_rank else base  # with adapters it shares these weights
-    model = Transformer(shape_of(config.replace(model=name)), seed=None)
+    model = Transformer(shape_by_name(name, config.task.name), seed=None)
     model.store(config.model.base_dtype)
     return sum(x.nbytes for x in model.parameters())
 
@@ -119,12 +116,7 @@ def shape_of(config: Config) -> ModelShape:
     name = config.model.name
     if name == "scratch":
         return ModelShape(Parts(resolve(config)).tokenizer.n_vocab)
-    if name == "shipped":
-        return read_model_shape(shipped_model(config.task.name))
-    folder = Path(name)
-    if (folder / RECORD).is_file() and not (folder / WEIGHTS).exists():  # of a run with adapters
-        return shape_of(config_of_run(folder))
-    return read_model_shape(hub_folder(name, weights=False))
+    return shape_by_name(name, config.task.name)
 
 
 def prompt_length(config: Config) -> float:

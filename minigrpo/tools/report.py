@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 from jinja2 import Template
 
-from ..config import Config
+from ..config import Config, OnePath
 from ..run.console import Console
 from ..run.logging import SAMPLES, LogLine, read_jsonl
 from ..types import Warn
@@ -71,7 +71,6 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
 
 
 def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
-    """The page as HTML."""
     settings = [run.config.flat() | run.versions for run in runs]
     template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True).render(
@@ -86,7 +85,7 @@ def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
 
 
 class Arguments(RunArguments):
-    out: Path = Path("report.html")
+    out: OnePath = Path("report.html")
     """The page."""
 
 

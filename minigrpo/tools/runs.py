@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from ..config import Config, Group
+from ..config import Config, Group, OnePath
 from ..errors import refusing
 from ..metrics import SAMPLED, headline
 from ..run.logging import EVALUATIONS, METRICS, read_jsonl
@@ -33,7 +33,7 @@ OVERVIEW_COLUMNS = ("", "steps", "held out, at first", "at last", "s/step", "pea
 class RunArguments(Group):
     """What all commands on runs take."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, Field(min_length=1)]
+    runs: Annotated[tuple[OnePath, ...], tyro.conf.Positional, Field(min_length=1)]
     """Folders of runs."""
 
     def read(self, warn: Warn) -> list["Run"]:
@@ -42,8 +42,6 @@ class RunArguments(Group):
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run."""
-
     folder: Path
     config: Config
     metrics: Sequence[LoggedNumbers]  # by step
@@ -129,7 +127,6 @@ def plot_curve(labelled: Mapping[str, Sequence[Run]], name: str, out: str | Stri
         values = [[curve[step] for step in piece for curve in curves] for piece in pieces]
         steps = [piece.mean() for piece in pieces]
         axes.plot(steps, [np.mean(each) for each in values], ".-", label=label)
-        # in the colour of the line
         axes.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.2)
     axes.set(title=name, xlabel="step")
     axes.grid(alpha=0.3)

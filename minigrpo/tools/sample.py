@@ -13,6 +13,8 @@ from pydantic import Field
 from ..evaluate import complete_prompt, grade, held_out
 from ..metrics import Graded
 from ..run.console import Console
+from ..sampling.sampler import Sampler
+from ..types import EXACT
 from .cli import printable
 from .common import ModelArguments, config_of, open_parts, parse
 
@@ -29,11 +31,13 @@ class Arguments(ModelArguments):
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, true answers, and each completion or dialogue with its reward."""
+    """Print prompts, answers, and each completion or dialogue with its reward."""
+    # only an answer that a right completion equals is certainly the known one
+    name = "answer" if graded.success == EXACT else "reference"
     rows = zip(graded.examples, graded.texts, graded.right, graded.rewards.total, strict=True)
     for example, *completions in rows:
         lines = [f"prompt      {example.prompt}"]
-        lines += [f"answer      {example.answer}"] if example.answer else []
+        lines += [f"{name:<10}  {example.answer}"] if example.answer else []
         for text, right, reward in zip(*completions, strict=True):
             verdict = {1: "right, ", 0: "wrong, "}.get(right, "")  # NaN: not known
             said = getattr(text, "messages", [{"role": "completion", "content": text}])
@@ -48,10 +52,17 @@ def main(argv: Sequence[str], prog: str) -> None:
     console = Console()
     parts = open_parts(config, console)
     if arguments.prompt:  # the run's task is of no interest, and its files may be gone
-        sampler = parts.prompt_sampler
+        sampler = Sampler(
+            config,
+            parts.model,
+            parts.tokenizer,
+            autocast=parts.precision.autocast,
+            warn=console.warn,
+        )
         texts, whole = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
         for text, is_whole in zip(texts, whole, strict=True):
             console.say(printable(text) + ("" if is_whole else " ... (cut off: --max-new-tokens)"))
         return
     examples = held_out(parts.task, arguments.examples)
-    show(console, grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling))
+    graded = grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling)
+    show(console, graded)

@@ -1,27 +1,28 @@
-"""Dialogues: completions of several turns, and what is said between them.
+"""Dialogues: completions of several turns, and between them what the chat template writes.
 
-The tokens of a dialogue are those that were sampled, and between them what the chat template writes
-around the answers. No turn is rendered or encoded again.
+No turn is rendered or encoded again.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 from ..config import Config
 from ..model.chat import Message
+from ..model.encoding import template_args
 from ..model.tokenizer import Tokenizer
 from ..rewards import as_numbers
 from ..runtime.pool import Pool
+from ..runtime.watchdog import UNMARKED, Watchdog
 from ..types import Completions, ConfigError, Dialogue, Example, Warn
 from ..userfiles import place_of
 from .environments import EnvironmentSet, is_game, reset
-from .tools import calls_of, result_of
+from .tools import CALL_ID, calls_of, result_of
 
 TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
-ENCODINGS_KEPT = 1 << 14
 
 
 @dataclass(eq=False)
@@ -37,15 +38,17 @@ class Episode:
     reward: float = 0.0  # of a game so far
     over: bool = False  # the game has ended
     cut: bool = False  # ended by a limit
-    failed: bool = False  # the environment raised an error or took too long
+    final: float | None = None  # what it is worth at the end; None: does not concern the row
+    error: str = ""  # what the environment raised, or that it took too long
 
     @property
     def kind(self) -> type[Any]:
         return self.environments.class_of(self.example)
 
-    @property
-    def timeout_s(self) -> float:
-        return getattr(self.kind, "timeout_s", TIMEOUT_S)
+    def submit(self, pool: Pool, key: Hashable, function: Callable[[], object]) -> None:
+        timeout_s = getattr(self.kind, "timeout_s", TIMEOUT_S)
+        about = f"environment {self.kind.__name__}: {self.example.prompt!r} -> {self.turns}"
+        pool.submit(key, function, timeout_s, about)
 
     def begin(self) -> Any:
         """The environment, made if there is none yet."""
@@ -53,8 +56,8 @@ class Episode:
             self.environment = self.kind()
             said = reset(self.environment, self.example)
             messages = self.example.messages
-            prompt = messages[-1]["content"] if messages else self.example.prompt
-            if not prompt.endswith(said):
+            asking = [message["content"] for message in messages if message["role"] != "assistant"]
+            if not [self.example.prompt, *asking][-1].endswith(said):
                 raise ValueError("reset must say the same to all completions of a prompt")
         return self.environment
 
@@ -70,50 +73,54 @@ class Episode:
         self.over = bool(done or (len(more) == 2 and more[0]))
         return [{"role": "user", "content": str(observation)}]
 
-    def score(self) -> float:
-        """The reward of the environment."""
+    def score(self) -> float | None:
         final = getattr(self.begin(), "get_reward", None)
-        return float(as_numbers(final() if final else self.reward, ()))
+        reward = final() if final else self.reward
+        return None if reward is None else float(as_numbers(reward, ()))
 
     def dialogue(self) -> Dialogue:
         """The text of the last turn, with the messages and the reward of the whole dialogue."""
-        name = self.kind.__name__
-        reward = 0.0 if self.failed else self.reward
+        reward = math.nan if self.error else self.final
+        rewards = {name: reward for name in self.environments.parts if name == self.kind.__name__}
         return Dialogue(
             self.turns[-1],
             messages=self.messages,
             turns=len(self.turns),
             cut=self.cut,
-            failed=self.failed,
-            rewards={name: reward} if name in self.environments.parts else {},
+            error=self.error,
+            rewards=rewards,
         )
 
 
 class Dialogues:
-    """Answers the turns of a batch of completions, and keeps what was said.
-
-    Completion g of prompt p is sequence p * G + g.
-    """
+    """Answers the turns of a batch; completion g of prompt p is sequence p * G + g."""
 
     def __init__(
-        self, config: Config, environments: EnvironmentSet, tokenizer: Tokenizer, warn: Warn
+        self,
+        config: Config,
+        environments: EnvironmentSet,
+        tokenizer: Tokenizer,
+        warn: Warn,
+        watchdog: Watchdog = UNMARKED,
     ) -> None:
         """Raises ConfigError for a chat template that cannot write answers."""
         self.environments = environments
         self.tokenizer = tokenizer
+        self.watchdog = watchdog
         self.warn = warn
         self.has_warned = False
-        self.max_turns = config.sampling.max_turns
-        self.max_new_tokens = config.sampling.max_new_tokens
+        self.limits = config.sampling
         self.num_workers = config.speed.num_reward_workers
-        self.pool = Pool(0)
+        self.pool = Pool(0, watchdog)
         self.episodes: list[Episode] = []
-        self.encode = lru_cache(maxsize=ENCODINGS_KEPT)(self._encode)  # games repeat what they say
+        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         for kind in environments.classes.values():
             if not (is_game(kind) or tokenizer.chat):
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            role = "user" if is_game(kind) else "tool"
-            self.encode(json.dumps([{"role": role, "name": "tool", "content": "A"}]))
+            said = {"role": "user", "content": "A"} if is_game(kind) else result_of({}, "tool", {})
+            self.encode(json.dumps([said]))
+            if environments.tools_of(kind()):
+                check_calls(tokenizer)
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -121,19 +128,16 @@ class Dialogues:
             Episode(self.environments, example) for example in examples for _ in range(num_samples)
         ]
         self.pool.close()
-        self.pool = Pool(self.num_workers)
+        self.pool = Pool(self.num_workers, self.watchdog)
 
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
         """Have a turn answered. `ids`: all tokens of the completion so far, the turn included."""
         episode = self.episodes[sequence]
         answer = partial(episode.answer, self._take_turn(episode, ids))
-        self.pool.submit(sequence, answer, episode.timeout_s)
+        episode.submit(self.pool, sequence, answer)
 
     def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
-        """Tokens after which a sequence goes on, by sequence; none: its dialogue is over.
-
-        With `wait`, there is at least one reply if one is to come.
-        """
+        """Tokens after which sequences go on, or none; with `wait`, a reply if one is to come."""
         return {
             sequence: self._go_on(self.episodes[sequence], messages or [], error)
             for sequence, messages, error in self.pool.ended(wait=wait)
@@ -146,17 +150,16 @@ class Dialogues:
         for episode, ids, length in zip(self.episodes, rows, lengths, strict=True):
             if length > episode.num_tokens:  # cut off within a turn
                 self._take_turn(episode, ids[:length])
-            if self.environments.parts and not episode.failed:
-                self.pool.submit(episode, episode.score, episode.timeout_s)
+            if self.environments.parts and not episode.error:
+                episode.submit(self.pool, episode, episode.score)
         for episode, reward, error in self.pool.all():
             self._go_on(episode, [], error)
-            episode.reward = reward or 0.0
+            episode.final = reward
         texts: list[str] = [episode.dialogue() for episode in self.episodes]
         size = completions.completion_ids.shape[1]
         return [texts[start : start + size] for start in range(0, len(texts), size)]
 
     def _take_turn(self, episode: Episode, ids: Sequence[int]) -> str:
-        """Add what the policy said to the messages."""
         text = self.tokenizer.decode(ids[episode.num_tokens :])
         episode.messages.append({"role": "assistant", "content": text})
         episode.turns.append(text)
@@ -173,25 +176,44 @@ class Dialogues:
             if error:
                 raise error
             if messages and not episode.over:
-                ids = self.encode(json.dumps(messages))
+                args = template_args(episode.example)
+                ids = self.encode(json.dumps(messages), json.dumps(args))
         except Exception as failure:  # of the environment; or the answer spells a special token
-            episode.failed = True
+            episode.error = f"{place_of(failure)}{failure!r:.200}"
             if not self.has_warned:
                 self.has_warned = True
-                said = f"{place_of(failure)}{failure!r:.200}"
-                self.warn(f"environment: {said}; such a dialogue ends with reward 0")
+                advice = "such a dialogue counts as the worst of its group"
+                self.warn(f"environment: {episode.error}; {advice}")
         # there must be room for a turn after the answer
-        is_full = episode.num_tokens + len(ids) >= self.max_new_tokens
-        if ids and (len(episode.turns) == self.max_turns or is_full):
+        is_full = episode.num_tokens + len(ids) >= self.limits.max_new_tokens
+        if ids and (len(episode.turns) == self.limits.max_turns or is_full):
             episode.cut = True
             return []
         episode.num_tokens += len(ids)
         return ids
 
-    def _encode(self, messages: str) -> list[int]:
-        """The tokens of answers, given as JSON, up to where the next turn begins."""
+    def _encode(self, messages: str, args: str = "{}") -> list[int]:
+        """The tokens of answers, up to where the next turn begins; `args`: see `template_args`."""
         answers = json.loads(messages)
         if self.tokenizer.chat:
-            return self.tokenizer.encode(self.tokenizer.chat.between(answers), special=True)
+            text = self.tokenizer.chat.between(answers, json.loads(args))
+            return self.tokenizer.encode(text, special=True)
         # a dialogue goes on after at least one token
         return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
+
+
+def check_calls(tokenizer: Tokenizer) -> None:
+    """Raise ConfigError for a chat template whose own call of a tool is not read back."""
+    chat = tokenizer.chat
+    assert chat
+    arguments = {"word": "tea", "number": 4}
+    function = {"name": "look_up", "arguments": arguments}
+    call = {"id": CALL_ID, "type": "function", "function": function}
+    asked = {"role": "user", "content": "A"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = chat.render([asked, answer], add_generation_prompt=False)
+    prompt = chat.render([asked])
+    start = max(n for n in range(len(prompt) + 1) if whole.startswith(prompt[:n]))
+    said = tokenizer.decode(tokenizer.encode(whole[start:], special=True))
+    if calls_of(said) != [("look_up", arguments)]:
+        raise ConfigError(f"tools: {chat.name} writes calls that are not read here: {said!r:.80}")

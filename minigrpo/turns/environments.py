@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..model.chat import extended
 from ..runtime.rng import stream
 from ..task import Task
 from ..tasks.base import ChangedTask
@@ -27,7 +28,6 @@ from ..userfiles import load_name
 from .tools import Tool
 
 NOT_TOOLS = ("reset", "step", "get_reward")  # public methods that the model cannot call
-SEEDS = 2**31
 
 
 class ToolsAlone:
@@ -43,8 +43,6 @@ def is_game(environment: Any) -> bool:
 
 @dataclass(frozen=True)
 class EnvironmentSet:
-    """The environments and tools of a run."""
-
     classes: Mapping[str, type[Any]]  # by the name that a row's `environment` gives
     tools: Mapping[str, Tool]  # of all environments but games
 
@@ -76,7 +74,6 @@ class EnvironmentSet:
         return cls.of(classes or None, [*tools, *functions])
 
     def describe(self) -> str:
-        """The names of the environments and tools."""
         return ",".join([*self.classes, *self.tools])
 
     @cached_property
@@ -99,7 +96,7 @@ class EnvironmentSet:
     def class_of(self, example: Example) -> type[Any]:
         name = example.fields.get("environment", next(iter(self.classes)))
         if name not in self.classes:
-            raise ConfigError(f"environment {name!r} is none of {', '.join(self.classes)}")
+            raise ConfigError(f"{example.label}: environment {name!r} is none of {[*self.classes]}")
         return self.classes[name]
 
 
@@ -117,7 +114,6 @@ class TurnTask(ChangedTask):
     """A task whose prompts end with what the environment says first, and name the tools."""
 
     def __init__(self, source: Task, environments: EnvironmentSet, seed: int) -> None:
-        """`seed`: that of the run, of which each example gets one."""
         super().__init__(source)
         self.environments = environments
         self.seed = seed
@@ -132,14 +128,12 @@ class TurnTask(ChangedTask):
         return [self._begin(example, "longest", 0) for example in self.source.longest(number)]
 
     def _begin(self, example: Example, split: str, number: int) -> Example:
-        seed = int(stream(self.seed, f"environment/{split}", number).integers(SEEDS))
+        seed = int(stream(self.seed, f"environment/{split}", number).integers(2**31))
         example = replace(example, fields={"seed": seed, **example.fields})
         environment = self.environments.class_of(example)()
         said = reset(environment, example)
-        messages = [*example.messages]
-        if messages:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + said}
-        else:
+        messages = extended(example.messages, said) if example.messages else []
+        if not messages:
             example = replace(example, prompt=example.prompt + said)
         tools = self.environments.tools_of(environment).values()
         schemas = [*(example.tools or ()), *(tool.schema for tool in tools)]

@@ -1,7 +1,7 @@
 """Tools that a model may call: their schemas, the calls in a turn, and the results.
 
-A model calls tools as Qwen or Llama does, and reads the results before its next turn; a turn that
-calls none is the last one.
+A model calls tools as Qwen, Llama or Mistral does, and reads the results before its next turn; a
+turn that calls none is the last one.
 """
 
 import asyncio
@@ -17,12 +17,16 @@ from pydantic import TypeAdapter, validate_call
 
 from ..model.chat import Message
 
-# how Qwen calls a tool; Llama's whole turn is the object, perhaps after <|python_tag|>
+# Qwen's calls; the whole turn of Llama, perhaps after <|python_tag|>; Mistral's list of calls
 CALL = re.compile(
-    r'<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*"name".*\})$', re.DOTALL
+    r'<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*"name".*\})$'
+    r"|\[TOOL_CALLS\](.*)",
+    re.DOTALL,
 )
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
+# of all calls, which are answered in their order; Mistral wants nine characters
+CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
 
 
@@ -60,23 +64,21 @@ class Tool:
         return {"type": "function", "function": function}
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """The result of a call; that of an `async` function is awaited. Raises what it raises.
-
-        Arguments are converted to the types of the function's hints, or refused.
-        """
+        """The result of a call; arguments are converted to the function's types, or refused."""
         result = validate_call(self.typed)(**arguments)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def calls_of(text: str) -> list[tuple[str, Any]]:
-    """The tools that a turn calls after </think>, by name, with their arguments."""
+    """The tools that a turn calls outside its thoughts, by name, with their arguments."""
     calls: list[tuple[str, Any]] = []
-    said = text.rpartition("</think>")[2].strip()
+    said = text.rpartition("</think>")[2].partition("<think>")[0].strip()
     for match in CALL.finditer(said):
-        written = match[1] or match[2]
+        written = match[match.lastindex or 0]
         try:
-            call = json.loads(written)
-            calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
+            loaded = json.loads(written)
+            for call in loaded if isinstance(loaded, list) else [loaded]:
+                calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
         except (ValueError, LookupError, TypeError, AttributeError):
             calls.append((written, {}))  # the model reads that there is no such tool
     return calls
@@ -88,4 +90,4 @@ def result_of(tools: Mapping[str, Tool], name: str, arguments: Any) -> Message:
         result = tools[name].call(arguments)
     except Exception as error:
         result = {"error": repr(error)}
-    return {"role": "tool", "name": name, "content": str(result)}
+    return {"role": "tool", "name": name, "content": str(result), "tool_call_id": CALL_ID}

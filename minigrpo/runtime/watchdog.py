@@ -1,0 +1,121 @@
+"""A process beside the run, which ends the run when code of others holds Python's lock too long.
+
+Nothing inside a process can stop a call that holds the interpreter lock (GIL), such as a regex that
+backtracks: other threads, deadlines and signal handlers all wait for it. So this file runs by
+itself too, without the package. It kills a run that gives no sign of life for longer than a call
+may take; first it marks the call in a file, and who resumes the run counts it as failed.
+"""
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+BEAT_S = 0.2  # between signs of life
+GRACE_S = 4.0  # of silence, beyond the deadline of a call
+
+
+class Watchdog:
+    """The run's side: says which calls are in work."""
+
+    def __init__(self, marks: Path | None = None, grace_s: float = GRACE_S) -> None:
+        """`marks`: where calls are marked that have ended a process; None: nowhere."""
+        self.marks = marks
+        self.grace_s = grace_s
+        lines = marks.read_text("utf-8").splitlines() if marks and marks.is_file() else ()
+        self.marked = {json.loads(line)["key"] for line in lines}
+
+    def begin(self, about: str, timeout_s: float) -> None:
+        """This thread begins a call. Raises TimeoutError if it has ended a process before."""
+        key = hashlib.sha256(about.encode(errors="replace")).hexdigest()[:16]
+        if key in self.marked:
+            raise TimeoutError("it held Python's lock for too long, and ended an earlier process")
+        send(
+            thread=threading.get_ident(),
+            system_thread=threading.get_native_id(),
+            key=key,
+            about=about if len(about) < 600 else f"{about[:200]} ... {about[-400:]}",
+            timeout_s=timeout_s,
+            silence_s=timeout_s + self.grace_s,
+            marks=str(self.marks or os.devnull),
+        )
+
+    def end(self, thread: int) -> None:
+        """The call in a thread has ended, or nobody waits for it any longer."""
+        send(thread=thread)
+
+
+UNMARKED = Watchdog()
+lock = threading.Lock()  # one process, and whole lines
+
+
+def send(**message: Any) -> None:
+    with lock, suppress(OSError):  # if somebody has ended the other process, the run goes on
+        pipe = other_process().stdin
+        assert pipe
+        pipe.write(json.dumps(message).encode() + b"\n")
+        pipe.flush()
+
+
+@cache
+def other_process() -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-I", __file__, str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def beat() -> None:
+        while process.poll() is None:
+            time.sleep(BEAT_S)
+            send()
+
+    threading.Thread(target=beat, daemon=True).start()
+    return process
+
+
+def watch(run: int) -> None:
+    """The other process: watch the process `run` until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the run saves itself first
+    calls: dict[int, dict[str, Any]] = {}  # in work, by thread
+    rest = b""
+    silence_s = 0  # while the whole job is stopped, no time passes
+    while True:
+        if select.select([0], [], [], 1.0)[0]:
+            silence_s = 0
+            if not (read := os.read(0, 1 << 16)):
+                return  # the run has ended
+            *lines, rest = (rest + read).split(b"\n")
+            for message in filter(None, map(json.loads, lines)):
+                calls.pop(message["thread"], None)
+                if "key" in message:
+                    calls[message["thread"]] = message
+            continue
+        silence_s += 1
+        late = [call for call in calls.values() if call["silence_s"] < silence_s]
+        late = [call for call in late if is_busy(run, call["system_thread"])] or late
+        for call in late:
+            with open(call["marks"], "a", encoding="utf-8") as file:
+                file.write(json.dumps(call) + "\n")
+            said = f"took longer than {call['timeout_s']:g} s and let nothing else run"
+            print(f"error: {call['about']}: {said}; the run is killed", file=sys.stderr)
+        if late:
+            os.kill(run, signal.SIGKILL)
+            return
+
+
+def is_busy(run: int, system_thread: int) -> bool:
+    """Whether a thread computes, and does not wait, such as for Python's lock."""
+    status = Path(f"/proc/{run}/task/{system_thread}/stat").read_text()
+    return status.rpartition(")")[2].split()[0] == "R"
+
+
+if __name__ == "__main__":
+    watch(int(sys.argv[1]))
