@@ -280,9 +280,9 @@ class RewardScorer:
 
         for name in self.environments:
             scores[name] = [getattr(text, "rewards", {}).get(name) for text in batch.texts]
-            errors = [text.error for text in batch.texts if isinstance(text, Dialogue)]
-            if any(errors):
-                self.first_errors.setdefault(name, next(filter(None, errors)))
+            for text in batch.texts:
+                if isinstance(text, Dialogue) and name in text.rewards and text.error:
+                    self.first_errors.setdefault(name, text.error)
         if self.task.token_parts:
             by_token = self.task.score_tokens(tokens())
             for name in self.task.token_parts:

@@ -76,7 +76,8 @@ class Trainer:
         loss = self.parts.loss  # users' files have been run, before weights are loaded
         self.model = self.parts.model  # fits the tokenizer
         self.parts.check_examples()  # they fit the model
-        self.dist.refuse_differences({**self.parts.digests(), "settings": digest(config.flat())})
+        if self.dist.world_size > 1:
+            self.dist.refuse_differences(self.parts.digests() | {"settings": digest(config.flat())})
         self.learner = Learner(  # gives all processes the model of the main one
             self.config,
             self.model,

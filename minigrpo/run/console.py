@@ -25,7 +25,7 @@ class Console:
         self.rank = rank
         self.warned = set[str]()
         self.line_printed_at = 0.0  # the time of the last line of progress
-        self.values_since_line: list[float] = []  # the reward or loss of each step since then
+        self.values_since_line: list[float] = []  # the reward or loss of each step after it
         self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
 
     def say(self, text: str, stream: TextIO | None = None) -> None:

@@ -2,7 +2,7 @@
 
     config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json
     model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
-    checkpoints/step_NNNNNN/  trained_on.npy  tensorboard/  profile/  track_id
+    checkpoints/step_NNNNNN/  trained_on.npy  hung_calls.jsonl  tensorboard/  profile/  track_id
 
 A folder holds one run for good: `--resume auto` goes on in it, and whoever goes back to an earlier
 step takes another folder. So a start removes nothing but log lines of steps that it makes again. A

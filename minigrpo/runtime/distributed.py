@@ -110,9 +110,7 @@ class DistContext:
         return outcome[0]
 
     def refuse_differences(self, values: Mapping[str, str]) -> None:
-        """Raise ConfigError, in all processes, unless all have the same values."""
-        if self.world_size == 1:
-            return
+        """Raise ConfigError, in all of several processes, unless all have the same values."""
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, dict(values), group=self.patient)
         for name in values:

@@ -273,13 +273,13 @@ class Generation:
     def _find_stop_texts(self, stop_texts: StopTexts, state: RoundState) -> None:
         """Note the sequences whose last token completes a stop text; changes the state."""
         self.stopped[state.sequence] = False
-        for n in np.flatnonzero(stop_texts.candidates[state.last_token]):
-            sequence, length = int(state.sequence[n]), int(state.length[n])
-            ids = self.ids[sequence, :length]
-            foreign = (~self.sampled[sequence, :length]).nonzero()  # of answers
-            start = int(foreign.max()) + 1 if len(foreign) else 0
-            if start < length and stop_texts.completes(ids[start:].tolist()):
-                self.stopped[sequence] = True
+        candidates = np.flatnonzero(stop_texts.candidates[state.last_token])
+        rows = state.sequence[candidates]
+        own_ids = self.ids[rows].where(self.sampled[rows], -1).cpu().numpy()  # one copy for all
+        for n, length, ids in zip(candidates, state.length[candidates], own_ids, strict=True):
+            start = max(np.flatnonzero(ids[:length] < 0), default=-1) + 1  # after the last answer
+            if stop_texts.completes(ids[start:length].tolist()):
+                self.stopped[state.sequence[n]] = True
                 state.ended[n] = 1
 
     def _goes_on(self, state: RoundState) -> np.ndarray:
