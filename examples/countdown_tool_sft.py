@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+from countdown_tool import CountdownTool
+
 from minigrpo.runtime.rng import stream
-from minigrpo.tasks.countdown import CountdownTool, random_attempt
+from minigrpo.tasks.countdown import random_attempt
 from minigrpo.types import Example
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'

@@ -15,8 +15,9 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
@@ -26,8 +27,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from .defaults import Size, defaults_for
 from .errors import ConfigError, refusing
-from .trl_words import hint, unknown_setting
 
+# a word of TRL (GRPOConfig, GRPOTrainer or the command line) -> what is here instead
+TRL_WORDS: Mapping[str, str] = tomllib.loads(
+    Path(__file__).with_name("trl_words.toml").read_text("utf-8")
+)
 LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "nll")
 
 
@@ -54,9 +58,8 @@ AsPairs = tyro.constructors.PrimitiveConstructorSpec[Any](  # a text, which the 
     is_instance=lambda value: isinstance(value, dict | str),
     str_from_instance=lambda pairs: [",".join(f"{name}={x}" for name, x in pairs.items())],
 )
-Arguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(read_pairs), AsPairs]
+Arguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
 PartWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
-ChatArguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
 
 
 def read_texts(value: Any) -> Any:
@@ -115,7 +118,7 @@ class ModelConfig(Group):
     """auto (that of the model, else chess), chess, gpt2, a folder or file, or ORG/NAME."""
     chat_template: Paths = ""
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
-    chat_args: ChatArguments = {}
+    chat_args: Arguments = {}
     """Variables of the chat template, such as enable_thinking=false."""
     lora_rank: int = Field(0, ge=0)
     """Train adapters of this rank (LoRA) beside frozen weights; 0: train all weights."""
@@ -372,6 +375,18 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return groups
 
 
+def hint(name: str) -> str:
+    """What is here instead of TRL's `num_generations`, or of `--num-generations`; "" of others."""
+    word = name.lstrip("-").replace("-", "_")
+    return TRL_WORDS.get(word, "")
+
+
+def unknown_setting(name: str, known: Collection[str] = ()) -> ConfigError:
+    """The error for a setting that there is not."""
+    here = hint(name) or " or ".join(get_close_matches(name, known))
+    return ConfigError(f"unknown setting: {name}{here and f'; in minigrpo: {here}'}")
+
+
 def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, dict[str, str]]:
     """The config of `given`, and what brings the defaults of the task and of the model.
 
@@ -426,6 +441,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         settings |= {key if name == "name" else name: x for name, x in table.items()}
     if str(path) in presets and "model" in settings:
         beside = file.parents[1] / settings["model"]
-        if beside.is_dir() and not Path(settings["model"]).exists():
+        if beside.exists() and not Path(settings["model"]).exists():
             settings["model"] = str(beside)  # configs/gpt2-small, from another folder
     return settings

@@ -1,8 +1,8 @@
-"""The defaults that a task or a model brings, as data; those of all runs are in config.py.
+"""The defaults that a task or a model brings; those of all runs are in config.py.
 
-The settings of a task come first, then those that fit a published model, by its size and by which
-weights are trained. docs/models.md says where these values come from. This module imports no torch
-unless a published model is named, so that `--help` does not wait for it.
+The settings of a task (tasks/tasks.toml) come first, then those that fit a published model, by its
+size and by which weights are trained. docs/models.md says where these values come from. This module
+imports no torch unless a published model is named, so that `--help` does not wait for it.
 """
 
 import tomllib
@@ -14,84 +14,16 @@ from .errors import refusing
 
 
 class TaskRow(NamedTuple):
-    """A built-in task. `tasks/base.py` makes it."""
+    """A built-in task: see tasks/tasks.toml. `tasks/base.py` makes it."""
 
-    path: str  # "module:Class" in minigrpo.tasks
-    shipped: str = ""  # --model shipped is minigrpo/assets/<shipped>.safetensors; "": refused
-    # flat name -> value: settings of every model, and of one that ships or has random weights
+    path: str
+    shipped: str = ""
     always: Mapping[str, Any] = {}
     small: Mapping[str, Any] = {}
 
 
-DIALOGUE = {"loss": "dapo", "tokenizer": "dialogue"}
-
-TASKS = {
-    "chess-env": TaskRow("chess_env:ChessEnv", "chess"),
-    "prompts": TaskRow("prompts:Prompts"),
-    "math": TaskRow(
-        "math:Math",
-        "math",
-        small={"max_new_tokens": 32, "learning_rate": 1.5e-4, "max_steps": 200, "eval_every": 50},
-    ),
-    "countdown": TaskRow(
-        "countdown:Countdown",
-        "countdown",
-        small={"loss": "dapo", "learning_rate": 5e-4, "max_new_tokens": 72, "eval_every": 50},
-    ),
-    "guess": TaskRow(
-        "guess:Guess",
-        "guess",
-        small={
-            **DIALOGUE,
-            "prompts_per_step": 31,  # each secret
-            "max_new_tokens": 20,
-            "learning_rate": 3e-3,
-            "num_iterations": 4,
-            # With neither of these, some seeds settle on a search that misses three numbers. The
-            # start guesses at random, so the KL keeps guesses apart, and keeps them numbers.
-            "scale": "mean",
-            "kl_coef": 0.003,
-            "max_steps": 600,
-            "eval_size": 496,
-        },
-    ),
-    "countdown-tool": TaskRow(
-        "countdown:CountdownTool",
-        "countdown-tool",
-        small={
-            **DIALOGUE,
-            "learning_rate": 1e-3,
-            "num_iterations": 2,
-            "max_turns": 5,
-            "max_new_tokens": 72,
-            "max_steps": 500,
-        },
-    ),
-    "code": TaskRow(
-        "code:Code",
-        "code",
-        small={"max_new_tokens": 24, "learning_rate": 1e-3, "max_steps": 250, "eval_every": 50},
-    ),
-    "calibration": TaskRow(
-        "calibration:Calibration",
-        "hidden-digit",
-        always={"scale": "none"},
-        small={
-            "max_new_tokens": 32,
-            "learning_rate": 1e-3,
-            # keeps several confidences in use; without it all questions soon get the same one, and
-            # no comparison is left to learn from
-            "kl_coef": 0.01,
-            "max_steps": 400,
-        },
-    ),
-    "rlt": TaskRow(
-        "rlt:RLT",
-        "teacher",
-        always={"temperature": 0.7},
-        small={"max_new_tokens": 24, "learning_rate": 5e-4, "max_steps": 60, "eval_every": 20},
-    ),
-}
+TABLE = Path(__file__).with_name("tasks") / "tasks.toml"
+TASKS = {name: TaskRow(**row) for name, row in tomllib.loads(TABLE.read_text("utf-8")).items()}
 
 MEDIUM, LARGE, HUGE = 50e6, 300e6, 3e9  # parameters; a smaller model keeps the other defaults
 ALL = {"prompts_per_step": 8, "group_size": 8}
@@ -139,15 +71,18 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that fit a published model, by flat name, to those that are given."""
     has_adapters = bool(given.get("lora_rank"))
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
-    if size.parameters >= MEDIUM:
-        of_all, of_adapters = (1e-6, 1e-5) if size.parameters >= LARGE else (1e-5, 1e-4)
-        if given.get("loss") == "nll":
-            of_all, of_adapters = 2e-5, 2e-4
-        settings["learning_rate"] = of_adapters if has_adapters else of_all
     if size.parameters >= LARGE:
+        of_all, of_adapters = 5e-6, 5e-5
         settings |= MEMORY_SAVING
         if has_bfloat16(given.get("device", "auto")):
             settings["use_amp"] = True
+    elif size.parameters >= MEDIUM:
+        of_all, of_adapters = 3e-5, 3e-4
+        settings |= {"prompts_per_step": 16, "group_size": 16}
+    if size.parameters >= MEDIUM:
+        if given.get("loss") == "nll":
+            of_all, of_adapters = 2e-5, 2e-4
+        settings["learning_rate"] = of_adapters if has_adapters else of_all
     if size.parameters >= HUGE and has_adapters:
         settings["base_dtype"] = "bfloat16"
     return settings

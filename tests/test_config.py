@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo import Trainer, defaults
-from minigrpo.config import Config, places, read_flags, read_pairs, settle
+from minigrpo.config import TRL_WORDS, Config, hint, places, read_flags, read_pairs, settle
 from minigrpo.defaults import TASKS, Size, settings_for
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.common import ModelArguments, parse
-from minigrpo.trl_words import TRL_WORDS, hint
 from minigrpo.types import ConfigError
 
 from . import tiny
@@ -69,7 +68,7 @@ def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
 
     assert "learning_rate" not in fit(49)
     rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
-    assert rates == ([1e-4, 1e-4, 1e-5, 1e-5] if lora else [1e-5, 1e-5, 1e-6, 1e-6])
+    assert rates == ([3e-4, 3e-4, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
     assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
     assert "use_amp" not in fit(500) and fit(500)["gradient_checkpointing"]
     assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)

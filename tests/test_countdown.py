@@ -1,7 +1,6 @@
 """Countdown: a verifier that cannot be tricked, problems, and texts for supervised fine-tuning."""
 
 import re
-from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples.countdown_sft import RandomSearches, random_search
-from examples.countdown_tool_sft import CALL, MAX_CALLS, RandomCalls
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
@@ -20,8 +18,6 @@ from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
     LARGEST,
     Countdown,
-    CountdownTool,
-    calculate,
     evaluate,
     final_answer,
     parse_problem,
@@ -31,10 +27,13 @@ from minigrpo.tasks.countdown import (
 )
 from minigrpo.tools.common import open_parts
 from minigrpo.turns.tools import calls_of
-from minigrpo.types import ConfigError, Dialogue, Example
+from minigrpo.types import ConfigError, Dialogue
+from minigrpo.userfiles import load_file
 
 from .tiny import write_jsonl
 
+ROOT = Path(__file__).parents[1]
+TOOL = load_file(str(ROOT / "examples/countdown_tool.py"))
 NUMBERS = st.integers(0, 99).map(str)
 EXPRESSIONS = st.recursive(
     NUMBERS,
@@ -69,7 +68,7 @@ def own_value(text: str) -> Fraction | None:
 def test_an_expression_is_worth_what_python_says_in_fractions(text: str) -> None:
     value = python_value(text)
     assert own_value(text) == value
-    assert calculate(text) == ("error" if value is None else str(value))
+    assert TOOL.calculate(text) == ("error" if value is None else str(value))
 
 
 @settings(max_examples=100)
@@ -94,7 +93,7 @@ HOSTILE = [
 
 def test_hostile_text_is_no_answer_and_costs_nothing() -> None:
     for text in HOSTILE:
-        assert calculate(text) == "error" or own_value(text) is not None
+        assert TOOL.calculate(text) == "error" or own_value(text) is not None
         for wrapped in (text, f"<answer>{text}</answer>"):
             assert result(final_answer(wrapped), [3, 4, 5]) != 35, text[:40]
 
@@ -207,45 +206,19 @@ def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
 # --- with a calculator ----------------------------------------------------------------------------
 
 
-def test_a_dialogue_that_is_begun_goes_on_until_a_call_hits() -> None:
-    task = RandomCalls(0)
-    plain = CountdownTool(0)
-    lengths = {False: Counter[int](), True: Counter[int]()}
-    for number in range(120):
-        example = task.train(number)
-        asked, *said = example.messages
-        assert asked["content"] == plain.train(number).prompt and len(said) % 2 == 0
-        calls = [calls_of(message["content"]) for message in said[::2]]
-        tried = [call[1]["expression"] for (call,) in calls]
-        results = [message["content"] for message in said[1::2]]
-        assert results == [calculate(x) for x in tried]
-        target = str(example.fields["target"])
-        assert target not in results[:-1]
-        if target in results or len(tried) == MAX_CALLS:
-            assert example.answer == tried[-1]
-        else:
-            assert len(calls_of(example.answer)) == 1
-        lengths[target in results][len(tried)] += 1
-    assert {*lengths[False]} == {*range(MAX_CALLS + 1)} == {0, *lengths[True]}
-
-
-def test_the_last_turn_is_judged() -> None:
-    example = Example("", fields={"nums": [3, 4, 5], "target": 35})
-    for text, solved in (("(4+3)*5", 1), (CALL % "(4+3)*5", 0)):
-        assert CountdownTool(0).score(example, text) == {"solved": solved, "format": solved}
-
-
 def said(text: Dialogue, role: str) -> list[str]:
     return [message["content"] for message in text.messages if message["role"] == role]
 
 
 def test_the_model_that_ships_calls_the_calculator() -> None:
-    parts = open_parts(Config.of(task="countdown-tool"), Console())
+    parts = open_parts(Config.from_toml("countdown-tool"), Console())
     done = grade(parts.sampler, parts.scorer, held_out(parts.task, 8), 4)
     answered = 0
     for text in (text for group in done.texts for text in group):
         calls = [call for turn in said(text, "assistant") for call in calls_of(turn)]
-        expected = [calculate(**arguments) for _, arguments in calls if "expression" in arguments]
+        expected = [
+            TOOL.calculate(**arguments) for _, arguments in calls if "expression" in arguments
+        ]
         if len(expected) == len(calls) and not text.cut:
             assert said(text, "tool") == expected
             answered += len(expected)

@@ -13,9 +13,8 @@ import tyro
 
 from benchmarks.cli import BENCHMARKS
 from minigrpo import defaults
-from minigrpo.config import Config, places
+from minigrpo.config import TRL_WORDS, Config, places
 from minigrpo.tools.cli import COMMANDS
-from minigrpo.trl_words import TRL_WORDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -99,14 +99,3 @@ def test_what_is_missing_or_expected_is_no_finding() -> None:
 def test_an_evaluation_that_is_no_share_is_not_judged(odd: dict[str, float]) -> None:
     first, best, last = FAULTY[9].evaluations
     assert found_in(replace(FAULTY[9], evaluations=[first, {**best, **odd}, last])) == []
-
-
-def test_chance_alone_rarely_finds_something_in_healthy_runs() -> None:
-    """Noise of 30 %, and evaluations of 512 examples."""
-    rng, alarms = np.random.default_rng(0), []
-    for _ in range(100):
-        noisy = {name: x * (1 + 0.3 * rng.normal(size=STEPS)) for name, x in HEALTHY.items()}
-        shares = rng.binomial(512, [0.30, 0.38, 0.44, 0.48, 0.50]) / 512
-        evaluations = [{"step": 25 * i, "n": 512, "exact_sampled": x} for i, x in enumerate(shares)]
-        alarms += found_in(replace(made_up(noisy), evaluations=evaluations))
-    assert len(alarms) <= 1, alarms

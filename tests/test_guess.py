@@ -1,17 +1,15 @@
 """The game `guess`: its rules, its examples, and the model that ships for it."""
 
-import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from examples.guess_sft import RandomGames
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.guess import GUESSES, NUMBERS, Game, Guess
+from minigrpo.tasks.guess import GUESSES, NUMBERS, Game
 from minigrpo.tools.common import open_parts
 
 
@@ -56,26 +54,6 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
         assert secrets == [again.train(number + i).answer for i in reversed(range(31))][::-1]
         assert secrets != [other.train(number + i).answer for i in range(31)]
     assert [task.held_out(i).answer for i in range(62)] == NUMBERS * 2
-
-
-def test_a_game_that_is_begun_goes_on_by_the_rules_and_any_guess() -> None:
-    task = RandomGames(0)
-    lengths = Counter[int]()
-    following = Counter[str]()
-    for number in range(31 * 40):
-        example = task.train(number)
-        said = [message["content"] for message in example.messages[1:]]
-        guesses = said[::2]
-        words = said[1::2]
-        true_words = [word for word, _, _ in play(example.fields["secret"], *guesses)]
-        match = re.fullmatch("([<>=]?)([0-9]*)", example.answer)
-        word, guess = match.groups()
-        assert true_words == ([*words, word] if guesses else []) and "=" not in words
-        assert (guess == "") == (word == "=" or len(guesses) == GUESSES)
-        lengths[len(guesses)] += 1
-        following[guess] += 1
-    assert {*lengths} == {*range(GUESSES + 1)} and {*following} == {*NUMBERS, ""}
-    assert example == RandomGames(0).train(number) and not Guess(0).train(0).messages
 
 
 def test_the_model_that_ships_plays_by_guessing_at_random() -> None:

@@ -1,7 +1,6 @@
 """A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
 
 import json
-import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -267,15 +266,6 @@ def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
 
 
 # --- the console ----------------------------------------------------------------------------------
-
-
-def test_a_line_of_progress_has_the_mean_since_the_line_before(capsys: Any) -> None:
-    console = Console()
-    for last_step in (3, 1):
-        console.line_printed_at = float("inf")  # only the last step prints a line
-        for step, reward in enumerate([1.0, 2.0, 6.0][-last_step:], 1):
-            console.update(step, last_step, {"reward": reward, "step_time": 0.1})
-    assert re.findall(r"reward (\S+)", capsys.readouterr().out) == ["3.000", "6.000"]
 
 
 TALK = """

@@ -14,7 +14,7 @@ from minigrpo.config import Config
 from minigrpo.runtime.statistics import wilson
 from minigrpo.tools import cli
 from minigrpo.tools.report import MOST_SAMPLES, figures_of
-from minigrpo.tools.runs import MOST_POINTS, Run, differing, plot_curve, read_run
+from minigrpo.tools.runs import Run, differing, plot_curve, read_run
 
 from .test_compare import write_run
 from .test_tools import call
@@ -133,15 +133,6 @@ def lines_of(*runs: Run) -> list[np.ndarray]:
     paths = re.findall(r'<g id="line2d_\d+">\s*<path d="([^"]+)" clip', out.getvalue())
     found = [np.array(re.findall(r"[ML] (\S+) (\S+)", path), dtype=float) for path in paths]
     return [line for line in found if len(line) > 2]
-
-
-def test_a_curve_goes_through_its_points_and_a_long_one_is_averaged() -> None:
-    (points,) = lines_of(made_up(3, reward=[0.0, 1.0, 0.25]))
-    assert np.allclose(np.diff(points[:, 0]), points[1, 0] - points[0, 0])
-    heights = points[0, 1] - points[:, 1]  # y of SVG points down
-    assert np.allclose(heights / heights[1], [0, 1, 0.25], atol=1e-3)
-    (points,) = lines_of(made_up(5000, reward=np.arange(5000) % 7))
-    assert len(points) == MOST_POINTS and (np.diff(points[:, 0]) > 0).all()
 
 
 def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:

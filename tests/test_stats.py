@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.metrics import headline, rollout_metrics
+from minigrpo.metrics import rollout_metrics
 from minigrpo.runtime import statistics as stats
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
@@ -108,11 +108,6 @@ def test_passes_have_powers_of_two_and_all_samples() -> None:
     assert [*found] == ["pass@1", "pass@2", "pass@4", "pass@6"]
     assert found["pass@1"].value == pytest.approx(1 / 12) and found["pass@6"].value == 0.5
     assert stats.passes(right[:, :1]) == {}
-
-
-def test_the_headline_is_the_first_sampled_measure() -> None:
-    assert headline({"n": 3, "solved_sampled": 1, "reward_sampled": 0}) == "solved"
-    assert headline({}) == "exact"
 
 
 @given(st.integers(0, 30), st.integers(0, 30))

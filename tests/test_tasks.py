@@ -21,7 +21,7 @@ from .tiny import golden
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
 SUMS = str(ROOT / "examples" / "sums.jsonl")
-GENERATED = TASKS.keys() - {"chess-env", "prompts", "guess", "countdown-tool"}
+GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym", "guess"}
 
 
 class Capitals(Task):

@@ -186,14 +186,6 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
 # --- sample ---------------------------------------------------------------------------------------
 
 
-def test_samples_depend_on_the_seed(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-    for seed in (0, 0, 5):
-        assert call("sample", finished_run, "--examples", 2, "--n", 3, "--seed", seed) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] != shown[2]
-
-
 def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
     said = (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
     messages = [{"role": role, "content": content} for role, content in said]

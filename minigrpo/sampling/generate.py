@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+from ..model.encoding import StopTexts
 from ..model.logprobs import log_softmax
-from ..model.stops import StopTexts
 from ..model.transformer import Transformer
 from ..types import Completions, Example
 from .decoder import Decoder

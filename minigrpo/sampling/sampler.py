@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from ..config import Config, SamplingConfig
-from ..model.encoding import decode, encode_answer, encode_prompts, pad
-from ..model.stops import StopTexts
+from ..model.encoding import StopTexts, decode, encode_answer, encode_prompts, pad
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy

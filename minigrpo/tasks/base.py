@@ -1,6 +1,6 @@
 """Turns --task into a task: a built-in one, a class in a user's file, or an object.
 
-A new built-in task is a module in this folder and a row of TASKS in defaults.py.
+A new built-in task is a module in this folder and a table of tasks.toml.
 """
 
 import copy

@@ -199,22 +199,3 @@ def parse_problem(record: Record) -> Row:
 def short_question(numbers: Sequence[int], target: int) -> str:
     """The question for a small model of its own, numbers from the largest down."""
     return f"{' '.join(map(str, sorted(numbers, reverse=True)))} -> {target}\n"
-
-
-def calculate(expression: str) -> str:
-    """Calculate with whole numbers, + - * / and parentheses.
-
-    Args:
-        expression: such as (8 - 2) * 5
-    """
-    try:
-        return str(evaluate(expression))
-    except Exception:  # a model may write anything
-        return "error"
-
-
-class CountdownTool(Countdown):
-    """Countdown in turns: a calculator may be called before the answer, which is the last turn."""
-
-    tools = (calculate,)
-    difficulty = "3x20"

@@ -1,0 +1,22 @@
+"""Countdown in turns, with a calculator: `minigrpo train --config countdown-tool`."""
+
+from minigrpo.tasks.countdown import Countdown, evaluate
+
+
+def calculate(expression: str) -> str:
+    """Calculate with whole numbers, + - * / and parentheses.
+
+    Args:
+        expression: such as (8 - 2) * 5
+    """
+    try:
+        return str(evaluate(expression))
+    except Exception:  # a model may write anything
+        return "error"
+
+
+class CountdownTool(Countdown):
+    """The calculator may be called before the answer, which is the last turn."""
+
+    tools = (calculate,)
+    difficulty = "3x20"

@@ -1,0 +1,168 @@
+r"""Instructions that a program can check, on ordinary questions: a job that SFT has no data for.
+
+    minigrpo train --model smollm2 --task examples/instructions.py --max-new-tokens 48 \
+        --max-steps 120 --out-dir runs/instructions
+
+`python examples/smollm2.py smollm2` makes the model's folder. A question comes with one or two
+instructions, such as "Use no capital letters." One question in ten and some pairs of instructions
+are held out: `new pair` in the evaluations is of pairs that training never has.
+
+The file is also a reward for rows, the one of Hugging Face's course, which wants 50 characters:
+
+    python examples/instructions.py > questions.jsonl
+    minigrpo train --model smollm2 --data questions.jsonl --rewards examples/instructions.py \
+        --lora-rank 16 --group-size 8 --max-new-tokens 96 --max-steps 40 --out-dir runs/characters
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import minigrpo
+from minigrpo.tasks.base import is_held_out
+
+TOPICS = re.split(
+    ", ",
+    "bread, rain, the moon, a bicycle, coffee, honey, winter, the ocean, a garden, music, chess, "
+    "a library, sleep, gravity, a volcano, butterflies, paper, salt, a bridge, the heart, money, "
+    "a clock, football, tea, a forest, snow, dreams, a camera, glass, cats, a lighthouse, soap, "
+    "the wind, trains, cheese, a mirror, fire, whales, rice, a map, friendship, shadows, robots, "
+    "apples, a desert, laughter, steel, stars, a school, wool",
+)
+QUESTIONS = (
+    "What is special about {}?",
+    "Why do people like {}?",
+    "Tell me something about {}.",
+    "How would you describe {} to a child?",
+    "What should everyone know about {}?",
+    "What comes to mind when you think of {}?",
+)
+ASKED = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
+WORDS = ["maybe", "nature", "people", "light", "simple", "always", "world", "today"]
+
+
+class Instruction(NamedTuple):
+    sentence: str
+    values: Sequence[Any]  # one of them is asked for
+    grade: Callable[[str, Any], float]  # of a text and the value: in [0, 1], and 1 if it is met
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[\w']+", text.lower())
+
+
+def share(flags: Sequence[bool]) -> float:
+    return sum(flags) / max(1, len(flags))
+
+
+def ratio(found: int, wanted: int) -> float:
+    return min(found, wanted) / max(found, wanted)
+
+
+def nearness(words: list[str], word: str) -> float:
+    """1 if the word is the first, 1/2 if it is the second, and so on."""
+    return 1 / (1 + words.index(word)) if word in words else 0.0
+
+
+def grade_list(text: str, length: int) -> float:
+    lines = text.strip().splitlines()
+    return ratio(len(lines), length) * share([line.startswith("- ") for line in lines])
+
+
+def grade_json(text: str, key: str) -> float:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return share([text.startswith("{"), f'"{key}":' in text]) / 2
+    return float(isinstance(value, dict) and [*value] == [key])
+
+
+INSTRUCTIONS = {
+    "words": Instruction(
+        "Answer in exactly {} words.", range(4, 11), lambda text, n: ratio(len(text.split()), n)
+    ),
+    "lower": Instruction(
+        "Use no capital letters.",
+        [None],
+        lambda text, _: share([word == word.lower() for word in text.split()]),
+    ),
+    "letter": Instruction(
+        "Do not use the letter {}.",
+        [*"aeiost"],
+        lambda text, letter: share([letter not in word for word in words_of(text)]),
+    ),
+    "first": Instruction(
+        'Begin with the word "{}".', WORDS, lambda text, word: nearness(words_of(text), word)
+    ),
+    "last": Instruction(
+        'End with the word "{}".', WORDS, lambda text, word: nearness(words_of(text)[::-1], word)
+    ),
+    "list": Instruction(
+        'Answer with a list of {} items, each on its own line after "- ".', range(2, 6), grade_list
+    ),
+    "json": Instruction(
+        'Answer with a JSON object whose only key is "{}".', ["answer", "text", "reply"], grade_json
+    ),
+}
+ALONE = [(name,) for name in INSTRUCTIONS]
+PAIRS = [
+    ("words", "letter"), ("words", "first"), ("words", "last"), ("lower", "letter"),
+    ("lower", "first"), ("lower", "list"), ("list", "last"), ("lower", "json"),
+]  # fmt: skip
+NEW_PAIRS = [("words", "lower"), ("first", "last"), ("lower", "last"), ("letter", "list")]
+
+
+class Instructions(minigrpo.Task):
+    """Questions with one or two instructions; a text of less than two words follows none."""
+
+    parts: Mapping[str, float] = {"all_met": 1.0, "grade": 1.0}
+    success = "all_met"
+    about = f"{len(ASKED)} questions with instructions that a program checks"
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def train(self, number: int) -> minigrpo.Example:
+        return self._example(number, [*ALONE, *PAIRS])
+
+    def held_out(self, number: int) -> minigrpo.Example:
+        return self._example(number, NEW_PAIRS if number % 2 else [*ALONE, *PAIRS], held_out=True)
+
+    def _example(
+        self, number: int, combinations: Sequence[Sequence[str]], held_out: bool = False
+    ) -> minigrpo.Example:
+        """Example `number`: a function of (seed, number), so that a resumed run sees the same."""
+        rng = np.random.default_rng([self.seed, number, held_out])
+        questions = [question for question in ASKED if is_held_out(question) == held_out]
+        names = combinations[rng.integers(len(combinations))]
+        asked = [questions[rng.integers(len(questions))]]
+        values = {}
+        for name in names:
+            choices = INSTRUCTIONS[name].values
+            values[name] = choices[rng.integers(len(choices))]
+            asked.append(INSTRUCTIONS[name].sentence.format(values[name]))
+        prompt = " ".join(asked)
+        kind = "new pair" if names in NEW_PAIRS else " + ".join(names)
+        messages = ({"role": "user", "content": prompt},)
+        return minigrpo.Example(prompt, "", number, kind, messages, values)
+
+    def score(self, example: minigrpo.Example, text: str) -> Mapping[str, float]:
+        grades = [0.0]
+        if len(words_of(text)) > 1:
+            asked = example.fields.items()
+            grades = [INSTRUCTIONS[name].grade(text, value) for name, value in asked]
+        return {"all_met": float(min(grades) == 1), "grade": sum(grades) / len(grades)}
+
+
+@minigrpo.reward
+def fifty_characters(example: minigrpo.Example, text: str) -> float:
+    """The nearer to 50 characters, the higher; the reward of a lesson of Hugging Face's course."""
+    return -abs(50 - len(text))
+
+
+if __name__ == "__main__":
+    for question in ASKED:
+        print(json.dumps({"prompt": [{"role": "user", "content": question}]}))
