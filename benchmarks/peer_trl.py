@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
 from minigrpo.config import Config
+from minigrpo.model.encoding import encode_prompt
 from minigrpo.runtime.optimizer import BETAS, learning_rate_at
 from minigrpo.types import Example
 
 from .peers import RANK, Settings
 from .work import Work, WorkParts
 
-END = "<|endoftext|>"
 NEVER = "<|never|>"  # where completions have a forced length; the model has no such token
 
 
@@ -105,10 +105,14 @@ def make_trainer(
 ) -> tuple[GRPOTrainer, LastStep]:
     """A trainer of `steps` rollouts with the model in `folder`, and what its last step sampled."""
     logging.set_verbosity_error()
+    own = work.tokenizer
+    own.engine.encode_special_tokens = False  # of the copy that is made of it: templates write them
+    turn_end = own.text_of([own.turn_end])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=work.tokenizer.engine,
-        eos_token=NEVER if work.forced else END,
-        pad_token=END,
+        tokenizer_object=own.engine,
+        chat_template=own.chat and own.chat.source,
+        eos_token=NEVER if work.forced else turn_end,
+        pad_token=turn_end,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
@@ -125,7 +129,8 @@ def make_trainer(
         **job_settings(config, steps),
         **{name: value for name, value in settings.items() if name != RANK},
     )
-    prompts = [{"prompt": example.prompt, "number": i} for i, example in enumerate(examples)]
+    asked = [list(example.messages) or example.prompt for example in examples]
+    prompts = [{"prompt": prompt, "number": number} for number, prompt in enumerate(asked)]
     trainer = SameScheduleTrainer(
         model=str(folder),
         reward_funcs=reward_function(work, config, examples, last),
@@ -177,12 +182,13 @@ def reward_function(
     group = config.sampling.group_size
 
     def reward(
-        completions: list[str], completion_ids: list[list[int]], number: list[int], **others: Any
+        completions: list[Any], completion_ids: list[list[int]], number: list[int], **others: Any
     ) -> list[float]:
         asked = [examples[i] for i in number[::group]]
-        texts = [completions[i : i + group] for i in range(0, len(completions), group)]
+        said = [x if isinstance(x, str) else x[0]["content"] for x in completions]
+        texts = [said[i : i + group] for i in range(0, len(said), group)]
         last.lengths = [len(ids) for ids in completion_ids]
-        last.prompt_len = max(len(work.tokenizer.encode(x.prompt)) for x in asked)
+        last.prompt_len = max(len(encode_prompt(work.tokenizer, x)) for x in asked)
         last.rewards = scorer.score(asked, texts).total.flatten().tolist()
         return last.rewards
 

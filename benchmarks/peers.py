@@ -29,12 +29,11 @@ from .measure import Column, Median, Outputs, device_name, gain, number, show
 
 RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
-Way = Literal["float32", "bfloat16", "lora-float32", "lora-bfloat16"]
+Way = Literal["float32", "bfloat16", "lora-bfloat16"]
 # a way to train: flags of this library, and settings of TRL that do the same
 WAYS: dict[Way, tuple[Settings, Settings]] = {
     "float32": ({}, {"bf16": False}),
     "bfloat16": ({"use_amp": True}, {"bf16": True}),
-    "lora-float32": ({RANK: 8}, {"bf16": False, RANK: 8}),
     "lora-bfloat16": (  # frozen weights are stored in two bytes
         {"use_amp": True, RANK: 8, "base_dtype": "bfloat16"},
         {"bf16": True, RANK: 8, "model_init_kwargs": {"dtype": "bfloat16"}},
@@ -57,6 +56,7 @@ class Job:
 
 # a few steps on random text: no true answer is known that completions resemble
 LARGE: Settings = {"flags": {"num_speculative_tokens": 0}, "steps": 4, "warm_up": 1, "held_out": 0}
+SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size": 16}
 JOBS = {
     "chess": Job({"natural": True}, 256),
     "forced": Job({"preset": "tiny"}, 64),
@@ -64,6 +64,8 @@ JOBS = {
         {"preset": "gpt2", "prompts_per_step": 2, "max_new_tokens": 48}, 16, at_once=2, **LARGE
     ),
     "qwen2.5-0.5b": Job({"preset": "qwen2.5-0.5b"}, 8, at_once=1, **LARGE),
+    "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
+    "smollm2-later": Job({**SUMS, "model": "runs/arithmetic"}, 256, at_once=1, steps=4, warm_up=1),
 }
 COLUMNS: tuple[Column, ...] = (
     ("", "name", str),
@@ -127,9 +129,9 @@ class Row:
 class Peers(Outputs):
     """Seconds per step, memory and reward of this library and of TRL's GRPOTrainer, in turns."""
 
-    jobs: tuple[Literal["chess", "forced", "gpt2", "qwen2.5-0.5b"], ...] = ("chess", "forced")
-    """chess: the default job. The others: random text and weights, completions of a fixed length,
-    with a KL term; gpt2 has 124M parameters, qwen2.5-0.5b 494M.
+    jobs: tuple[Literal[tuple(JOBS)], ...] = ("chess", "forced")  # type: ignore[valid-type]
+    """chess: the default job; smollm2: --config arithmetic, 16 x 16, or later, with the model of
+    runs/arithmetic; the others: random text and weights, completions of a fixed length, with a KL.
     """
     ways: tuple[Way, ...] = ("float32", "bfloat16")
     """Ways to train that are compared."""
@@ -208,6 +210,7 @@ def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
     size = (row.settings or {}).get("per_device_train_batch_size")
     figures |= {
         "samples": list(seconds.values()),
+        "rewards": [step["reward"] for step in row.steps],
         "s/step": Median.of(list(seconds.values())).text(),
         "middle": median(seconds.values()),
         "multiple": multiple.text("{:.1f}") if multiple else "",

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from minigrpo.config import Config
 from minigrpo.types import ConfigError, RolloutBatch
 
 from .grpo_step import GrpoPyStep
@@ -138,8 +137,7 @@ class Steps(WorkFlags):
         return {"device": device_name(work.device), "rows": records, "tables": [table]}
 
     def _wants(self, row: Row) -> bool:
-        words = self.only
-        return not words or row.name == GRPO_PY or any(word in row.name for word in words)
+        return not self.only or row.name == GRPO_PY or any(word in row.name for word in self.only)
 
 
 def rows_of(work: Work, *, configured: bool) -> Iterator[Row]:
@@ -157,13 +155,9 @@ def rows_of(work: Work, *, configured: bool) -> Iterator[Row]:
         if keeps:
             flags = added
             above = row
-    default = Config().flat()
     if configured:
         own = {name: work.config.flat()[name] for name in PLAIN}
         yield Row("as configured", own, above)
-    elif any(flags[name] != default[name] for name in flags):
-        own = {name: default[name] for name in PLAIN}
-        yield Row("the defaults of train.py", own, above)
 
 
 @contextmanager

@@ -112,6 +112,8 @@ class WorkFlags(Outputs):
     """The default job with its own model, prompts and rewards; completions end with end of text."""
     config: ConfigFiles = ()
     """Like --natural, with the job of a TOML file or a preset; a later file counts above it."""
+    model: str | None = None
+    """Another model for the job of --config."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     prompts_per_step: int | None = None
@@ -129,7 +131,7 @@ class WorkFlags(Outputs):
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
-        names = ("prompt_len", "prompts_per_step", "group_size", "max_new_tokens")
+        names = ("model", "prompt_len", "prompts_per_step", "group_size", "max_new_tokens")
         sizes = {name: getattr(self, name) for name in (*names, "kl_coef", "micro_batch_size")}
         return {name: size for name, size in sizes.items() if size is not None}
 

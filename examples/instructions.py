@@ -40,7 +40,7 @@ QUESTIONS = (
     "What should everyone know about {}?",
     "What comes to mind when you think of {}?",
 )
-ASKED = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
+ASKED = [(question.format(topic), topic) for topic in TOPICS for question in QUESTIONS]
 WORDS = ["maybe", "nature", "people", "light", "simple", "always", "world", "today"]
 
 
@@ -91,7 +91,7 @@ INSTRUCTIONS = {
     ),
     "letter": Instruction(
         "Do not use the letter {}.",
-        [*"aeiost"],
+        [*"aeionrst"],
         lambda text, letter: share([letter not in word for word in words_of(text)]),
     ),
     "first": Instruction(
@@ -116,7 +116,11 @@ NEW_PAIRS = [("words", "lower"), ("first", "last"), ("lower", "last"), ("letter"
 
 
 class Instructions(minigrpo.Task):
-    """Questions with one or two instructions; a text of less than two words follows none."""
+    """Questions with one or two instructions.
+
+    An answer must also make some sense, or the easiest way to follow is to repeat one word: it has
+    four words or more, three in four of them different, and one is what the question is about.
+    """
 
     parts: Mapping[str, float] = {"all_met": 1.0, "grade": 1.0}
     success = "all_met"
@@ -136,24 +140,30 @@ class Instructions(minigrpo.Task):
     ) -> minigrpo.Example:
         """Example `number`: a function of (seed, number), so that a resumed run sees the same."""
         rng = np.random.default_rng([self.seed, number, held_out])
-        questions = [question for question in ASKED if is_held_out(question) == held_out]
+        known = [pair for pair in ASKED if is_held_out(pair[0]) == held_out]
+        question, topic = known[rng.integers(len(known))]
         names = combinations[rng.integers(len(combinations))]
-        asked = [questions[rng.integers(len(questions))]]
+        sentences = [question]
         values = {}
         for name in names:
-            choices = INSTRUCTIONS[name].values
+            choices = [x for x in INSTRUCTIONS[name].values if name != "letter" or x not in topic]
             values[name] = choices[rng.integers(len(choices))]
-            asked.append(INSTRUCTIONS[name].sentence.format(values[name]))
-        prompt = " ".join(asked)
+            sentences.append(INSTRUCTIONS[name].sentence.format(values[name]))
+        prompt = " ".join(sentences)
         kind = "new pair" if names in NEW_PAIRS else " + ".join(names)
         messages = ({"role": "user", "content": prompt},)
-        return minigrpo.Example(prompt, "", number, kind, messages, values)
+        fields = {"values": values, "topic": topic.split()[-1]}
+        return minigrpo.Example(prompt, "", number, kind, messages, fields)
 
     def score(self, example: minigrpo.Example, text: str) -> Mapping[str, float]:
-        grades = [0.0]
-        if len(words_of(text)) > 1:
-            asked = example.fields.items()
-            grades = [INSTRUCTIONS[name].grade(text, value) for name, value in asked]
+        words = words_of(text)
+        grades = [
+            float(example.fields["topic"] in words),
+            min(1, len(words) / 4),
+            min(1, len({*words}) / max(1, 0.75 * len(words))),
+        ]
+        for name, value in example.fields["values"].items():
+            grades.append(INSTRUCTIONS[name].grade(text, value))
         return {"all_met": float(min(grades) == 1), "grade": sum(grades) / len(grades)}
 
 
@@ -164,5 +174,5 @@ def fifty_characters(example: minigrpo.Example, text: str) -> float:
 
 
 if __name__ == "__main__":
-    for question in ASKED:
+    for question, _ in ASKED:
         print(json.dumps({"prompt": [{"role": "user", "content": question}]}))

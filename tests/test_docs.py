@@ -23,7 +23,7 @@ CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOOLS = ("evaluate", "sample", "report", "compare", "doctor", "export")
 # of every command, and of torchrun and other programs
 OTHERS = {"help", "config", "nproc-per-node", "nnodes", "node-rank", "master-addr", "max-restarts"}
-OTHERS |= {"logdir", "check"}
+OTHERS |= {"logdir", "check", "no-deps"}
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.instructions import ASKED
+from examples.instructions import ASKED as PAIRS
 from minigrpo import Config
 from minigrpo.evaluate import complete
 from minigrpo.model.encoding import encode_prompt
@@ -22,6 +22,7 @@ from .test_chat import ask
 
 pytestmark = [pytest.mark.peer, pytest.mark.slow]
 
+ASKED = [question for question, _ in PAIRS]
 TEXTS = [
     *ASKED[::3],
     "  naïve  \n\n\t象棋 ♟️ 🏳️‍🌈",
