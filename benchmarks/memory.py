@@ -5,7 +5,7 @@ Two ways of sampling k completions per prompt:
     repeated by the loader   k times as many prompts, as from a data loader that repeats them
     stored once (ours)       a prompt's keys and values are stored once, the update runs it once
 
-If their losses on the same rollout differ, the benchmark fails.
+Both sample the same tokens. If their losses on the same rollout differ, the benchmark fails.
 """
 
 import math

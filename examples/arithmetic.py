@@ -1,8 +1,7 @@
-r"""Sums and differences of numbers up to 30, for a published chat model.
+"""Sums and differences of numbers up to 30, for a published chat model.
 
     python examples/arithmetic.py > arithmetic.jsonl
-    minigrpo train --model smollm2 --data arithmetic.jsonl --rewards examples/arithmetic.py \
-        --max-new-tokens 20 --max-steps 120 --out-dir runs/arithmetic
+    minigrpo train --config arithmetic --out-dir runs/arithmetic
 
 `python examples/smollm2.py smollm2` makes the model's folder. The last number of an answer counts,
 so the model is free in how it gets there.

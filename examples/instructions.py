@@ -1,7 +1,6 @@
 r"""Instructions that a program can check, on ordinary questions: a job that SFT has no data for.
 
-    minigrpo train --model smollm2 --task examples/instructions.py --max-new-tokens 48 \
-        --max-steps 120 --out-dir runs/instructions
+    minigrpo train --config instructions --out-dir runs/instructions
 
 `python examples/smollm2.py smollm2` makes the model's folder. A question comes with one or two
 instructions, such as "Use no capital letters." One question in ten and some pairs of instructions

@@ -71,8 +71,8 @@ class Gym(SourceTask):
         return Row(entry["question"], example)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
+        entry = self.entries[example.fields["number"]]
         correct = 0.0
         with suppress(Exception):  # of some verifiers, for a text of another form than the answer
-            entry = self.entries[example.fields["number"]]
             correct = float(self.gym.score_answer(self.cut(text), entry))
         return {"correct": correct}
