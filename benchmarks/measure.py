@@ -2,7 +2,8 @@
 
 import ctypes
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -52,22 +53,36 @@ class PeakMemory:
         self.mib = float("nan")
 
     def __enter__(self) -> "PeakMemory":
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device) / 2**20
-        elif CLEAR.exists():
-            # otherwise allocations that reuse freed memory would not show as growth
-            ctypes.CDLL(None).malloc_trim(0)
-            CLEAR.write_text("5")  # resets the peak
-            self.before = _resident("VmRSS")
+        self.before = self._restart()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.mib = max(self._peak() - self.before, self.mib)  # the first wins over NaN
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is used within this."""
+        self.__exit__()
+        yield
+        self._restart()
+
+    def _restart(self) -> float:
+        """Forget the peak so far; MiB in use now."""
         if self.device.type == "cuda":
-            self.mib = torch.cuda.max_memory_allocated(self.device) / 2**20 - self.before
-        elif CLEAR.exists():
-            self.mib = _resident("VmHWM") - self.before
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return torch.cuda.memory_allocated(self.device) / 2**20
+        if not CLEAR.exists():
+            return 0.0
+        # otherwise allocations that reuse freed memory would not show as growth
+        ctypes.CDLL(None).malloc_trim(0)
+        CLEAR.write_text("5")  # resets the peak
+        return _resident("VmRSS")
+
+    def _peak(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        return _resident("VmHWM") if CLEAR.exists() else float("nan")
 
 
 def _resident(field: str) -> float:

@@ -1,7 +1,7 @@
 """One row of the peers benchmark, in a process of its own that works when it is told to.
 
-Commands come on standard input, a line each: first the row as JSON, then `step` or `finish`. Each
-is answered with a line of JSON on standard output.
+Commands come on standard input, a line each: first the row as JSON, then `step`, `evaluate` or
+`finish`. Each is answered with a line of JSON on standard output.
 """
 
 import json
@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +26,8 @@ from minigrpo.runtime.device import set_up_process
 from .measure import PeakMemory, synchronize
 from .peers import RANK
 from .work import Step, Work, WorkFlags
+
+Trained = Callable[[], Transformer]  # the model as it is now
 
 
 class Finished(Exception):
@@ -39,10 +43,13 @@ class Link:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self.metrics: Callable[[], dict[str, float]] = dict
+        self.evaluate: Callable[[], float]
 
     def begin(self) -> None:
         """Return when a step is asked for. Raises Finished."""
-        if sys.stdin.readline().strip() != "step":
+        while (command := sys.stdin.readline().strip()) == "evaluate":
+            self.answer({"held_out": self.evaluate()})
+        if command != "step":
             raise Finished
         self.started = time.perf_counter()
 
@@ -57,16 +64,16 @@ class Link:
 
 
 def train_ours(
-    work: Work, config: Config, link: Link, steps: int, ready: Callable[[], object], folder: Path
-) -> Transformer:
-    """Train the model in `folder` with this library."""
+    work: Work, config: Config, link: Link, ready: Callable[[Trained], object], folder: Path
+) -> None:
+    """Train the model in `folder` with this library until the link is finished."""
     stored = config.model.base_dtype if config.model.lora_rank else "float32"
     model = Transformer.from_pretrained(folder, stored).to(work.device)
     own = Step(config, work, model=model)
     metrics = dict[str, float]()  # of the last step
     link.metrics = lambda: metrics
-    ready()
-    for number in range(steps):
+    ready(lambda: own.model)
+    for number in count():
         link.begin()
         timed = own.step(number)
         assert own.batch.rewards is not None
@@ -74,7 +81,6 @@ def train_ours(
             metrics[name] = timed[name]
         metrics["reward"] = float(own.batch.rewards.total.mean())
         link.end()
-    return own.model
 
 
 def train_theirs(
@@ -83,30 +89,35 @@ def train_theirs(
     settings: dict[str, Any],
     link: Link,
     steps: int,
-    ready: Callable[[], object],
+    ready: Callable[[Trained], object],
     folder: Path,
-) -> Transformer:
-    """Train the model in `folder` with TRL."""
+) -> None:
+    """Train the model in `folder` with TRL until the link is finished."""
     from .peer_trl import make_trainer
 
     trainer, last = make_trainer(
-        work, config, settings, steps=steps, folder=folder, begin=link.begin, end=link.end
+        work, config, settings, steps=steps + 1, folder=folder, begin=link.begin, end=link.end
     )
     link.metrics = last.metrics
-    ready()
+
+    def trained() -> Transformer:
+        model = trainer.model
+        if RANK in settings:
+            model = deepcopy(model).merge_and_unload()
+        model.save_pretrained(folder / "trained")
+        return Transformer.from_pretrained(folder / "trained").to(work.device)
+
+    ready(trained)
     trainer.train()
-    model = trainer.model.merge_and_unload() if RANK in settings else trainer.model
-    model.save_pretrained(folder / "trained")
-    return Transformer.from_pretrained(folder / "trained").to(work.device)
 
 
-def held_out_rewards(work: Work, config: Config, model: Transformer, number: int) -> list[float]:
-    """Mean reward of samples for each of the first held-out prompts, in float32."""
+def held_out_reward(work: Work, config: Config, model: Transformer, number: int) -> float:
+    """Mean reward of a group of samples for each of the first held-out prompts, in float32."""
     plain = config.replace(use_amp=False, lora_rank=0, base_dtype="float32")
     examples = [work.task.held_out(i) for i in range(number)]
     batch = Step(plain, work, model=model).source.roll_out(examples, 0)
     assert batch.rewards is not None
-    return batch.rewards.total.mean(1).tolist()
+    return float(batch.rewards.total.mean())
 
 
 def main() -> None:
@@ -124,27 +135,28 @@ def main() -> None:
     set_up_process(work.config.speed, work.device)
     # the learning rate decays over the default number of steps
     config = work.config.replace(**asked["flags"], max_steps=Config().run.max_steps)
-    before = held_out_rewards(work, config, work.model, held_out) if held_out else []
     described = work.describe()
-    with TemporaryDirectory() as path:
+    with TemporaryDirectory() as path, suppress(Finished):
         folder = Path(path)
         work.model.export(folder)
         # both sides read the file; of a large model, a copy more would not fit into memory
         work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:
 
-            def ready() -> None:
+            def ready(trained: Trained) -> None:
+                def evaluate() -> float:
+                    with memory.paused():
+                        return held_out_reward(work, config, trained(), held_out)
+
+                link.evaluate = evaluate
                 link.answer({"work": described})
 
             if settings is None:
-                trained = train_ours(work, config, link, steps, ready, folder)
+                train_ours(work, config, link, ready, folder)
             else:
-                trained = train_theirs(work, config, settings, link, steps, ready, folder)
-        sys.stdin.readline()
-        after = held_out_rewards(work, config, trained, held_out) if held_out else []
-    link.answer({"peak_mib": memory.mib, "held_out_before": before, "held_out_after": after})
+                train_theirs(work, config, settings, link, steps, ready, folder)
+    link.answer({"peak_mib": memory.mib})
 
 
 if __name__ == "__main__":
-    with suppress(Finished):
-        main()
+    main()

@@ -18,12 +18,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
+
+from minigrpo.config import Config
+from minigrpo.tools.runs import Run, plot_curve
 
 from .measure import Column, Median, Outputs, device_name, gain, number, show
 
@@ -54,16 +58,20 @@ class Job:
     held_out: int = 64  # prompts on which the trained models are compared
 
 
-# a few steps on random text: no true answer is known that completions resemble
-LARGE: Settings = {"flags": {"num_speculative_tokens": 0}, "steps": 4, "warm_up": 1, "held_out": 0}
 SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size": 16}
 JOBS = {
     "chess": Job({"natural": True}, 256),
     "forced": Job({"preset": "tiny"}, 64),
-    "gpt2": Job(
-        {"preset": "gpt2", "prompts_per_step": 2, "max_new_tokens": 48}, 16, at_once=2, **LARGE
+    # a few steps on random text: no true answer is known that completions resemble
+    "qwen2.5-0.5b": Job(
+        {"preset": "qwen2.5-0.5b"},
+        8,
+        {"num_speculative_tokens": 0},
+        steps=4,
+        warm_up=1,
+        at_once=1,
+        held_out=0,
     ),
-    "qwen2.5-0.5b": Job({"preset": "qwen2.5-0.5b"}, 8, at_once=1, **LARGE),
     "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
     "smollm2-later": Job({**SUMS, "model": "runs/arithmetic"}, 256, at_once=1, steps=4, warm_up=1),
 }
@@ -91,6 +99,7 @@ class Row:
     settings: Settings | None = None  # of TRL; None: this library
     status: str = ""  # why it did not run to its end
     steps: list[dict[str, float]] = field(default_factory=list)
+    curve: list[tuple[float, float]] = field(default_factory=list)  # minutes, held-out reward
     end: dict[str, Any] = field(default_factory=dict)  # what the process says after the last step
 
     def start(self, asked: Mapping[str, Any]) -> None:
@@ -119,6 +128,25 @@ class Row:
             self.status = lines[-1][:100] if lines else f"exit code {self.process.wait()}"
             return {}
 
+    def minutes(self) -> float:
+        """Time of training, without evaluations."""
+        return sum(step["seconds"] for step in self.steps) / 60
+
+    def step(self) -> None:
+        step = self.ask("step")
+        if step:
+            self.steps.append(step)
+
+    def evaluate(self) -> None:
+        answer = self.ask("evaluate")
+        if answer:
+            self.curve.append((self.minutes(), answer["held_out"]))
+
+    def as_run(self) -> Run:
+        """The curve as that of a run, with minutes for steps."""
+        points = [{"step": minutes, "held-out reward": reward} for minutes, reward in self.curve]
+        return Run(Path(self.name), Config(), points, [], {})
+
     def seconds(self, warm_up: int) -> dict[int, float]:
         """Seconds of the timed steps, by number; empty if the row failed."""
         timed = {} if self.status else dict(enumerate(self.steps))
@@ -137,6 +165,10 @@ class Peers(Outputs):
     """Ways to train that are compared."""
     steps: int | None = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
+    minutes: float = math.inf
+    """Train each row for so long instead, and evaluate it ten times."""
+    plot: str = ""
+    """Draw the held-out reward by minute into this file; needs matplotlib."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 
@@ -146,10 +178,17 @@ class Peers(Outputs):
         for name in self.jobs:
             job = JOBS[name]
             rows = [row for way in self.ways for row in self._rows(job, way, console)]
-            steps = self.steps or job.steps
+            steps = (self.steps or job.steps) if self.minutes == math.inf else 1000
+            asked = self._asked(job, steps, job.held_out)
             for i in range(0, len(rows), job.at_once):
-                group = rows[i : i + job.at_once]
-                take_turns(group, self._asked(job, steps, job.held_out), console, name)
+                take_turns(rows[i : i + job.at_once], asked, console, name)
+            if self.plot:
+                plot_curve(
+                    {row.name: [row.as_run()] for row in rows},
+                    "held-out reward",
+                    self.plot,
+                    xlabel="minutes of training",
+                )
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             work = rows[0].end.get("work", "")
             tables.append(show(console, f"{name}: {work}", jobs[name], COLUMNS))
@@ -157,7 +196,8 @@ class Peers(Outputs):
         return {"device": device, "jobs": jobs, "tables": tables}
 
     def _asked(self, job: Job, steps: int, held_out: int) -> Settings:
-        return {"work": {**job.work, "device": self.device}, "steps": steps, "held_out": held_out}
+        work = {**job.work, "device": self.device}
+        return {"work": work, "steps": steps, "minutes": self.minutes, "held_out": held_out}
 
     def _rows(self, job: Job, way: Way, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
@@ -178,19 +218,25 @@ class Peers(Outputs):
 
 
 def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, title: str) -> None:
-    """Let every row do `asked["steps"]` training steps, one row after the other in each step."""
-    rows = [row for row in rows if not row.status]
+    """Train all rows, one row after the other in each step, until `asked` says."""
+    rows = going = [row for row in rows if not row.status]
     try:
         for row in rows:
             row.start(asked)
+            if asked["held_out"]:
+                row.evaluate()
         for turn in range(asked["steps"]):
-            for row in rows:
-                step = row.ask("step")
-                if step:
-                    row.steps.append(step)
-            shown = [f"{r.name} {r.steps[-1]['seconds']:.2f} s" for r in rows if r.steps]
-            console.print(f"{title}: step {turn + 1}, {', '.join(shown)}", highlight=False)
+            going = [r for r in going if not r.status and r.minutes() < asked["minutes"]]
+            for row in going:
+                row.step()
+                if row.curve and row.minutes() - row.curve[-1][0] >= asked["minutes"] / 10:
+                    row.evaluate()
+            shown = [f"{r.name} {r.steps[-1]['seconds']:.2f} s" for r in going if r.steps]
+            if shown:
+                console.print(f"{title}: step {turn + 1}, {', '.join(shown)}", highlight=False)
         for row in rows:
+            if row.curve:
+                row.evaluate()
             row.end |= row.ask("finish")
     finally:
         for row in rows:
@@ -217,7 +263,7 @@ def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
         "peak_mib": row.end.get("peak_mib"),
         "trl": f"batches of {size}" if size else "",
     }
-    for when in ("held_out_before", "held_out_after"):
-        if row.end.get(when):
-            figures[when] = mean(row.end[when])
+    if row.curve:
+        figures |= {"curve": row.curve, "held_out_before": row.curve[0][1]}
+        figures["held_out_after"] = row.curve[-1][1]
     return figures

@@ -41,10 +41,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(question: str) -> Example:
-    return Example(question, messages=ask(question))
-
-
 def test_smollm2_answers_as_in_transformers_and_is_written_back(
     smollm2: Path, tmp_path: Path
 ) -> None:
@@ -55,25 +51,25 @@ def test_smollm2_answers_as_in_transformers_and_is_written_back(
     parts = Parts(resolve(Config.of(model=str(smollm2), max_new_tokens=40)))
     main(["export", str(smollm2), "--out", str(tmp_path / "exported")])
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    prompt = {"add_generation_prompt": True, "return_dict": False}
     for question in ASKED[::6]:
-        ids = their_tokenizer.apply_chat_template(
-            ask(question), add_generation_prompt=True, return_dict=False
-        )
-        assert encode_prompt(parts.tokenizer, asked(question)) == ids
+        ids = their_tokenizer.apply_chat_template(ask(question), **prompt)
+        assert encode_prompt(parts.tokenizer, Example("", messages=ask(question))) == ids
         rows = torch.tensor([ids])
         with torch.no_grad():
             expected = theirs(rows).logits
             for found in (parts.model.logits(rows), exported(rows).logits):
                 assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
-    questions = ASKED[::15]
-    _, texts = complete(parts.sampler, [asked(question) for question in questions])
-    for question, (text,) in zip(questions, texts, strict=True):
-        rows = their_tokenizer.apply_chat_template(
-            ask(question), add_generation_prompt=True, return_tensors="pt", return_dict=False
-        )
-        answer = theirs.generate(rows, max_new_tokens=40, do_sample=False)[0, rows.shape[1] :]
-        assert text == their_tokenizer.decode(answer, skip_special_tokens=True)
+    asked = [ask(question) for question in ASKED[::15]]
+    _, texts = complete(parts.sampler, [Example("", messages=messages) for messages in asked])
+    their_tokenizer.padding_side = "left"
+    padded: Any = {"padding": True, "return_tensors": "pt", "return_dict": True}
+    batch = their_tokenizer.apply_chat_template(asked, add_generation_prompt=True, **padded)
+    answers = theirs.generate(**batch, max_new_tokens=40, do_sample=False)
+    answers = answers[:, batch["input_ids"].shape[1] :]
+    expected = their_tokenizer.batch_decode(answers, skip_special_tokens=True)
+    assert [text for (text,) in texts] == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1"])

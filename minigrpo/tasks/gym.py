@@ -53,7 +53,7 @@ class Gym(SourceTask):
                 chosen = {key: settings[key] for key in known & settings.keys()}
                 specs.append(DatasetSpec(generator, float(weight or 1), chosen))
                 unread -= known
-            self.gym = create_dataset("composite", seed=seed, size=int(size), datasets=specs)
+            self.gym = create_dataset("composite", seed=seed, size=size, datasets=specs)
             self.entries: list[Record] = [*self.gym]
         if unread:
             raise ConfigError(f"no generator takes {', '.join(sorted(unread))}")

@@ -113,7 +113,9 @@ def differing(sides: Sequence[Mapping[str, object]]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def plot_curve(labelled: Mapping[str, Sequence[Run]], name: str, out: str | StringIO) -> None:
+def plot_curve(
+    labelled: Mapping[str, Sequence[Run]], name: str, out: str | StringIO, xlabel: str = "step"
+) -> None:
     """Draw a curve into a file, or as SVG: for each label the mean of its runs, and their range."""
     with refusing("curves need matplotlib: pip install 'minigrpo[report]'"):
         import matplotlib
@@ -128,7 +130,7 @@ def plot_curve(labelled: Mapping[str, Sequence[Run]], name: str, out: str | Stri
         steps = [piece.mean() for piece in pieces]
         axes.plot(steps, [np.mean(each) for each in values], ".-", label=label)
         axes.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.2)
-    axes.set(title=name, xlabel="step")
+    axes.set(title=name, xlabel=xlabel)
     axes.grid(alpha=0.3)
     if len(labelled) > 1:
         axes.legend()
