@@ -64,13 +64,7 @@ JOBS = {
     "forced": Job({"preset": "tiny"}, 64),
     # a few steps on random text: no true answer is known that completions resemble
     "qwen2.5-0.5b": Job(
-        {"preset": "qwen2.5-0.5b"},
-        8,
-        {"num_speculative_tokens": 0},
-        steps=4,
-        warm_up=1,
-        at_once=1,
-        held_out=0,
+        {"preset": "qwen2.5-0.5b"}, 8, {"num_speculative_tokens": 0}, 4, 1, at_once=1, held_out=0
     ),
     "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
     "smollm2-later": Job({**SUMS, "model": "runs/arithmetic"}, 256, at_once=1, steps=4, warm_up=1),
@@ -183,12 +177,8 @@ class Peers(Outputs):
             for i in range(0, len(rows), job.at_once):
                 take_turns(rows[i : i + job.at_once], asked, console, name)
             if self.plot:
-                plot_curve(
-                    {row.name: [row.as_run()] for row in rows},
-                    "held-out reward",
-                    self.plot,
-                    xlabel="minutes of training",
-                )
+                curves = {row.name: [row.as_run()] for row in rows}
+                plot_curve(curves, "held-out reward", self.plot, "minutes of training")
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             work = rows[0].end.get("work", "")
             tables.append(show(console, f"{name}: {work}", jobs[name], COLUMNS))
@@ -235,7 +225,7 @@ def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, 
             if shown:
                 console.print(f"{title}: step {turn + 1}, {', '.join(shown)}", highlight=False)
         for row in rows:
-            if row.curve:
+            if row.curve and row.minutes() > row.curve[-1][0]:
                 row.evaluate()
             row.end |= row.ask("finish")
     finally:

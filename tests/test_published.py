@@ -118,6 +118,7 @@ def test_reasoning_gym_asks_and_decides() -> None:
     for extract, cut in cuts.items():
         one: Any = load_task("gym", seed=1, args={"name": "gcd", "size": 30, "extract": extract})
         assert one.cut(f"{TEXT}\n") == cut
+    assert one.train(0).answer.isdigit()
     for wrong in ({}, {"name": "nope"}, {"name": "gcd", "foo": 1}, {"name": "gcd", "extract": "x"}):
         with pytest.raises(ConfigError):
             load_task("gym", seed=1, args=wrong)

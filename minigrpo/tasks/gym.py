@@ -48,7 +48,7 @@ class Gym(SourceTask):
         unread = {*settings}
         with refusing(f"name={name}"):  # such as a generator that there is not
             for part in name.split(","):
-                generator, _, weight = part.strip().partition(":")
+                generator, _, weight = part.partition(":")
                 known = {field.name for field in fields(DATASETS[generator][1])}
                 chosen = {key: settings[key] for key in known & settings.keys()}
                 specs.append(DatasetSpec(generator, float(weight or 1), chosen))
@@ -66,8 +66,8 @@ class Gym(SourceTask):
         if self.request == REQUEST:
             answer = f"<answer>{answer}</answer>"
         messages = ({"role": "user", "content": f"{entry['question']}\n\n{self.request}"},)
-        kind = entry["metadata"]["source_dataset"]
-        example = Example(entry["question"], answer, 0, kind, messages, fields=record)
+        generator = entry["metadata"]["source_dataset"]
+        example = Example(entry["question"], answer, 0, generator, messages, fields=record)
         return Row(entry["question"], example)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:

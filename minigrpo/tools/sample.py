@@ -63,7 +63,7 @@ def main(argv: Sequence[str], prog: str) -> None:
         for number, (text, is_whole) in enumerate(zip(texts, whole, strict=True), 1):
             label = f"[{number}] " if len(texts) > 1 else ""
             ending = "" if is_whole else " ... (cut off: --max-new-tokens)"
-            console.say(label + printable(text) + ending)
+            console.say(f"{label}{printable(text)}{ending}")
         return
     examples = held_out(parts.task, arguments.examples)
     graded = grade(parts.sampler, parts.scorer, examples, arguments.n, config.sampling)
