@@ -3,8 +3,7 @@
     prompt       A: <FEN>+<uci move>+
     completion   <next FEN>+<reward>+<terminated>+<truncated>
 
-With `--task-args history=N` the prompt ends in `<N earlier moves, separated by commas>+`. A
-completion ends in `0.001+0+0` while the game goes on, `1.0+1+0` for checkmate, `0.5+1+0` for a
+A completion ends in `0.001+0+0` while the game goes on, `1.0+1+0` for checkmate, `0.5+1+0` for a
 draw, and `0.0+0+1` for an illegal move, which leaves the position as it is. The true answers come
 from python-chess (`fen.transition`); the positions come from self-play, or from --data (games and
 lines of text).
@@ -40,14 +39,9 @@ class ChessEnv(SourceTask):
         "flags": 0.05,  # half a point for each flag that is right
     }
 
-    def __init__(
-        self, seed: int, data: Files = (), eval_data: Files = (), history: int = 0
-    ) -> None:
-        """`history`: how many earlier moves the prompts of self-play and games contain."""
-        if data or eval_data:
-            super().__init__(ChessFiles(seed, data, eval_data, int(history)))
-        else:
-            super().__init__(SelfPlay(seed, int(history)))
+    def __init__(self, seed: int, data: Files = (), eval_data: Files = ()) -> None:
+        has_files = data or eval_data
+        super().__init__(ChessFiles(seed, data, eval_data) if has_files else SelfPlay(seed))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         true_fen, true_reward, *true_flags = example.answer.split("+")

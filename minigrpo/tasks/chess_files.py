@@ -24,8 +24,7 @@ chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 class ChessFiles(Rows):
     """The questions of files. Rows with one position ask the same, whatever the move."""
 
-    def __init__(self, seed: int, data: Files, eval_data: Files, history: int) -> None:
-        self.history = history
+    def __init__(self, seed: int, data: Files, eval_data: Files) -> None:
         self.speculate = True
         self.skipped: list[str] = []  # "FILE, record 3: why"
         super().__init__(seed, data, eval_data, parse_line)
@@ -47,7 +46,7 @@ class ChessFiles(Rows):
                         if isinstance(record, str):
                             rows.append(parse_line(record))
                         else:
-                            rows += rows_of_game(record, self.history)
+                            rows += rows_of_game(record)
                     except ValueError as error:
                         self.skipped.append(f"{path}, record {number}: {error}")
         order = stream(self.seed, "chess files").permutation(len(rows))
@@ -68,17 +67,16 @@ def row_of(example: Example) -> Row:
     return Row(position_key(chess.Board(position_of(example)).fen()), example)
 
 
-def rows_of_game(game: chess.pgn.Game, history: int) -> list[Row]:
+def rows_of_game(game: chess.pgn.Game) -> list[Row]:
     """A row for each move of the main line. Raises ValueError for what is no game of chess."""
     board = game.board()
     moves = list(game.mainline_moves())
     is_chess = type(board) is chess.Board and not board.chess960 and all(moves)  # no null move
     if game.errors or not is_chess or not is_valid_fen(render(board)):
         raise ValueError("a move or the first position is not one of chess")
-    ucis = [move.uci() for move in moves]
     rows = []
-    for place, move in enumerate(moves):
-        rows.append(row_of(question_about(render(board), ucis[place], ucis[:place], history)))
+    for move in moves:
+        rows.append(row_of(question_about(render(board), move.uci())))
         board.push(move)
     return rows
 

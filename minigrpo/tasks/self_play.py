@@ -41,20 +41,16 @@ def position_is_held_out(fen: str) -> bool:
     return (fingerprint(position_key(fen)) >> 56) % 4 == 0
 
 
-def question_about(fen: str, uci: str, earlier: list[str], history: int, index: int = 0) -> Example:
-    """What a move makes of a position; the prompt has the last `history` of the earlier moves."""
-    prompt = f"A: {fen}+{uci}+"
-    if history:
-        prompt += ",".join(earlier[-history:]) + "+"
+def question_about(fen: str, uci: str, index: int = 0) -> Example:
+    """What a move makes of a position."""
     answer, kind = transition(fen, uci)
-    return Example(prompt, answer, index, kind)
+    return Example(f"A: {fen}+{uci}+", answer, index, kind)
 
 
 class Ply(NamedTuple):
     fen: str  # before the move
     uci: str
     kind: str
-    earlier: list[str]  # the moves before it
 
 
 def play(rng: Generator) -> list[Ply]:
@@ -68,7 +64,7 @@ def play(rng: Generator) -> list[Ply]:
         move = random_move(rng, board, moves)
         fen = render(board)
         kind, _ = push(board, move)
-        plies.append(Ply(fen, move.uci(), kind, [ply.uci for ply in plies]))
+        plies.append(Ply(fen, move.uci(), kind))
     return plies
 
 
@@ -117,9 +113,8 @@ def illegal_move(fen: str, rng: Generator) -> str:
 class SelfPlay(Generated):
     """Endless examples, each a pure function of the seed, the split and its number."""
 
-    def __init__(self, seed: int, history: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.history = history
         self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
         super().__init__(self._example, "positions of self-play, answers by python-chess")
 
@@ -150,5 +145,5 @@ class SelfPlay(Generated):
         for index, pick in enumerate(picks, game * PLIES_PER_GAME):
             ply = candidates[pick]
             uci = illegal_move(ply.fen, rng) if rng.random() < ILLEGAL_SHARE else ply.uci
-            examples.append(question_about(ply.fen, uci, ply.earlier, self.history, index))
+            examples.append(question_about(ply.fen, uci, index))
         return examples
