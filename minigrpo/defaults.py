@@ -1,7 +1,7 @@
 """The defaults that a task or a model brings; those of all runs are in config.py.
 
-The settings of a task (tasks/tasks.toml) come first, then those that fit a published model, by its
-size and by which weights are trained. docs/models.md says where these values come from. This module
+A published model brings the settings that fit its size and the weights that are trained, any other
+those of the task (tasks/tasks.toml). docs/models.md says where these values come from. This module
 imports no torch unless a published model is named, so that `--help` does not wait for it.
 """
 
@@ -18,7 +18,6 @@ class TaskRow(NamedTuple):
 
     path: str
     shipped: str = ""
-    always: Mapping[str, Any] = {}
     small: Mapping[str, Any] = {}
 
 
@@ -98,7 +97,7 @@ def has_bfloat16(device: str) -> bool:
 
 
 # all settings that a task or a model may bring
-BROUGHT = {name for row in TASKS.values() for name in (*row.always, *row.small)}
+BROUGHT = {name for row in TASKS.values() for name in row.small}
 BROUGHT |= {*ALL, *MEMORY_SAVING, "max_new_tokens", "learning_rate", "use_amp", "base_dtype"}
 
 
@@ -109,10 +108,8 @@ def defaults_for(given: Mapping[str, Any], size: Size | None = None) -> dict[str
     task = given.get("task", "auto")
     row = TASKS.get(task, TaskRow(""))
     size = size or size_of(str(given.get("model", "shipped")))
-    of_task = row.always if size else {**row.always, **row.small}
-    brought = {name: (value, f"--task {task}") for name, value in of_task.items()}
-    if size:
-        with_lora = " with LoRA" if given.get("lora_rank") else ""
-        why = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
-        brought |= {name: (value, why) for name, value in settings_for(size, given).items()}
-    return brought
+    if size is None:
+        return {name: (value, f"--task {task}") for name, value in row.small.items()}
+    with_lora = " with LoRA" if given.get("lora_rank") else ""
+    why = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
+    return {name: (value, why) for name, value in settings_for(size, given).items()}

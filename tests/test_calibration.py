@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minigrpo.tasks.calibration import HALVES, REQUEST, Calibration, parse
+from examples.calibration import HALVES, REQUEST, Calibration, parse
 
 from .tiny import write_jsonl
 

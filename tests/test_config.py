@@ -39,11 +39,10 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
 
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     model = str(tiny.tiny_chat_model(tmp_path / "model", context=160))
-    config = Config.of(model=model, task="rlt", data="x.jsonl")
+    config = Config.of(model=model, task="code", data="x.jsonl")
     assert (config.sampling.group_size, config.sampling.max_new_tokens) == (8, 80)
-    assert config.sampling.temperature == 0.7  # the task's own
     assert config.optimizer.learning_rate == 6e-4  # too small a model for another
-    words = ["--model", model, "--task=rlt", "--data", "x.jsonl"]
+    words = ["--model", model, "--task=code", "--data", "x.jsonl"]
     assert Config.from_cli(words) == config == Config.of(**config.flat())
     assert Config.from_cli([*words, "--group-size", "3"]).sampling.group_size == 3
     run = tmp_path / "run"

@@ -14,15 +14,14 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from examples import rlt
+from examples.rlt import RLT, find_span
 from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.packing import pack
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.task import TokenBatch
-from minigrpo.tasks import rlt
-from minigrpo.tasks.base import load_task, shipped_model
-from minigrpo.tasks.rlt import RLT, find_span
 from minigrpo.types import ConfigError, Example
 
 CHESS = load_tokenizer("chess")
@@ -155,8 +154,7 @@ def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
 
 
 def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:
-    assert shipped_model("rlt").is_file()
-    task = load_task("rlt", seed=0)
+    task = RLT(0)
     model = Transformer.from_pretrained(Path(task.student))
     examples = [task.held_out(i) for i in range(60)]
     texts = [[x.answer, "<think>abcdef</think>"] for x in examples]

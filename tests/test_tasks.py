@@ -21,6 +21,7 @@ from .tiny import golden
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
 SUMS = str(ROOT / "examples" / "sums.jsonl")
+EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in ("calibration", "rlt")}
 GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym", "guess"}
 
 
@@ -58,7 +59,7 @@ def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
     assert len(answers_of) == 8
     for key, expected in answers_of.items():
         name, seed, _ = key.split("/")
-        source = "examples/countdown_sft.py" if name == "countdown" else name
+        source = {"countdown": "examples/countdown_sft.py", **EXAMPLES}.get(name, name)
         task = load_task(source, seed=int(seed))
         examples = [task.train(0), task.train(7), task.held_out(3)]
         made = [
@@ -67,7 +68,7 @@ def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
         assert made == expected, key
 
 
-@pytest.mark.parametrize("name", sorted(GENERATED))
+@pytest.mark.parametrize("name", [*sorted(GENERATED), *EXAMPLES.values()])
 def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(name: str) -> None:
     task, again, other = (load_task(name, seed=seed) for seed in (3, 3, 4))
     train, held_out = ([get(i) for i in range(150)] for get in (task.train, task.held_out))
@@ -78,7 +79,7 @@ def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(n
     assert task.success in task.parts and task.about and task.questions is None
 
 
-@pytest.mark.parametrize("name", ["math", "countdown", "calibration", "chess-env"])
+@pytest.mark.parametrize("name", ["math", "countdown", EXAMPLES["calibration"], "chess-env"])
 @settings(max_examples=40)
 @given(
     text=st.text(

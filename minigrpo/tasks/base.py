@@ -159,11 +159,7 @@ def shipped_model(task: str) -> Path:
     row = TASKS.get(task, TASKS["chess-env"])
     if not row.shipped:
         raise ConfigError(f"--model: none ships for --task {task}; give scratch or a path")
-    return asset(row.shipped)
-
-
-def asset(name: str) -> Path:
-    return Path(__file__).parents[1] / f"assets/{name}.safetensors"
+    return Path(__file__).parents[1] / f"assets/{row.shipped}.safetensors"
 
 
 def fingerprint(text: str) -> int:

@@ -15,6 +15,8 @@ plain prompts, which stay as they are, for the short one:
 Without `--data`, a hidden digit is to be guessed. Each prompt, such as `47_1, 3 or 8: `, says which
 digits are possible: one, two, five or all ten, a quarter of the prompts each, with equal chances.
 So 1, 1/2, 1/5 or 1/10 is the best confidence.
+
+    minigrpo train --config calibration
 """
 
 import re
@@ -23,14 +25,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..model.chat import extended
-from ..runtime.rng import stream
-from ..runtime.statistics import calibration
-from ..types import Example
-from .base import Generated, SourceTask, is_held_out
-from .data import Files
-from .math import HASHES, Math, final_answer
-from .prompts import Prompts
+from minigrpo.evaluate import calibration
+from minigrpo.model.chat import extended
+from minigrpo.runtime.rng import stream
+from minigrpo.tasks.base import Generated, SourceTask, is_held_out
+from minigrpo.tasks.data import Files
+from minigrpo.tasks.math import HASHES, Math, final_answer
+from minigrpo.tasks.prompts import Prompts
+from minigrpo.types import Example
 
 REQUEST = (
     "\n\nAnswer in exactly this form: <think>your reasoning</think> <answer>the final answer and "

@@ -19,23 +19,27 @@ vocabulary, but not the same template.
 Without `--data` the questions are additions: 483927+270486 has the solution 0754413, and the
 explanation 111010, the carries from right to left. A small student cannot compute the first digit
 in one pass. After the carries, each digit is a sum of three numbers in its own column.
+
+    minigrpo train --config rlt
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import NamedTuple
 
 import numpy as np
 
-from ..model.encoding import encode_prompt, to_completions, token_texts
-from ..model.frozen_model import FrozenModel
-from ..runtime.rng import stream
-from ..task import TokenBatch
-from ..types import ConfigError, Example
-from .base import Generated, SourceTask, asset, is_held_out
-from .data import QUESTIONS, Files, Record, Row, Rows, text_of
-from .math import solution_of
+from minigrpo.model.encoding import encode_prompt, to_completions, token_texts
+from minigrpo.model.frozen_model import FrozenModel
+from minigrpo.runtime.rng import stream
+from minigrpo.task import TokenBatch
+from minigrpo.tasks.base import Generated, SourceTask, is_held_out
+from minigrpo.tasks.data import QUESTIONS, Files, Record, Row, Rows, text_of
+from minigrpo.tasks.math import solution_of
+from minigrpo.types import ConfigError, Example
 
+STUDENT = resources.files("minigrpo.assets") / "student.safetensors"
 DIGITS = 6
 PLACES = 10 ** np.arange(DIGITS)[::-1]  # what a digit is worth
 TEACHERS_PROMPT = """\
@@ -69,11 +73,11 @@ class RLT(SourceTask):
     ) -> None:
         """`student`: a run, a model's folder or file, or ORG/NAME; "": the one of additions."""
         self.seed = seed
-        self.student = student or str(asset("student"))
+        self.student = student or str(STUDENT)
         made = Generated(self._addition, f"additions of {DIGITS} digits")
         super().__init__(Rows(seed, data, eval_data, parse_lesson) if data or eval_data else made)
         if self.source is not made and not student:
-            raise ConfigError("--task rlt --data needs --task-args student=MODEL")
+            raise ConfigError("--data needs --task-args student=MODEL")
 
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """Every part, `[P, G]` float64."""
