@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,8 +21,8 @@ from rich.progress import track
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .measure import Column, PeakMemory, device_name, number, show
-from .work import FROZEN_LR, Step, Work, WorkFlags
+from .measure import Column, device_name, number, show
+from .work import FROZEN_LR, Step, Work, WorkFlags, allocated, peak_of
 
 
 class RepeatedByLoader(Sampler):
@@ -60,13 +60,6 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-class Baseline(NamedTuple):
-    """What the first way did in its last step."""
-
-    batch: RolloutBatch
-    loss: float
-
-
 @dataclass(frozen=True)
 class Memory(WorkFlags):
     """Peak memory and seconds per step by group size, for two ways of storing prompts."""
@@ -81,36 +74,29 @@ class Memory(WorkFlags):
         rows = list[dict[str, Any]]()
         for size in track(self.group_sizes, "group sizes", console=console, transient=True):
             work = replace(first, config=first.config.replace(group_size=size))
-            baseline: Baseline | None = None
-            of_size = list[dict[str, Any]]()
-            for name in WAYS:
-                row, baseline = self._measure(work, name, baseline)
-                of_size.append({"group_size": size, **row})
-            for row in of_size:
-                row["share"] = row["peak_mib"] / of_size[0]["peak_mib"]
-            rows += of_size
+            repeated, batch = self._measure(work, "repeated by the loader")
+            once, _ = self._measure(work, "stored once (ours)", batch)
+            assert math.isclose(once["loss"], repeated["loss"], rel_tol=1e-4), "the losses differ"
+            for row in (repeated, once):
+                share = row["peak_mib"] / repeated["peak_mib"]
+                rows.append({"group_size": size, **row, "share": share})
         title = f"{device_name(first.device)}: {first.describe()}; by completions per prompt"
         table = show(console, title, rows, COLUMNS)
         return {"device": device_name(first.device), "rows": rows, "tables": [table]}
 
     def _measure(
-        self, work: Work, name: str, baseline: Baseline | None
-    ) -> tuple[dict[str, Any], Baseline]:
-        """A way's figures; AssertionError if its loss on the baseline's rollout is another."""
+        self, work: Work, name: str, batch: RolloutBatch | None = None
+    ) -> tuple[dict[str, Any], RolloutBatch]:
+        """A way's figures, with its loss on a rollout, and that rollout; by default its last."""
         sampler, packing = WAYS[name]
         settings = {"packing": packing, "num_speculative_tokens": 0, "learning_rate": FROZEN_LR}
-        with PeakMemory(work.device) as built:
-            step = Step(work.config.replace(**settings), work, sampler)
-            step.step(0)
-        with PeakMemory(work.device) as peak:
-            step.step(1)
-        # timed separately: measuring the peak returns freed memory to the system, which takes time
+        before = allocated(work.device)
+        step = Step(work.config.replace(**settings), work, sampler)
+        peak_mib = peak_of(step, work.device, before)
         times = [step.step(turn) for turn in range(2, self.repeats + 2)]
-        resident = peak.before - built.before if work.device.type == "cuda" else 0.0
-        loss = step.gradient(baseline.batch if baseline else step.batch)[0]
-        baseline = baseline or Baseline(step.batch, loss)
-        assert math.isclose(loss, baseline.loss, rel_tol=1e-4), f"{name}: the loss differs"
-        row: dict[str, Any] = {"name": name, "peak_mib": peak.mib + resident}
+        batch = batch or step.batch
+        loss = step.gradient(batch)[0]
+        row: dict[str, Any] = {"name": name, "peak_mib": peak_mib, "loss": loss}
         for key in ("seconds", "rollout", "update"):
             row[key] = median(timed[key] for timed in times)
-        return row, baseline
+        return row, batch

@@ -37,7 +37,7 @@ from minigrpo.task import Task
 from minigrpo.turns.environments import EnvironmentSet
 from minigrpo.types import Example, RolloutBatch
 
-from .measure import Outputs
+from .measure import Outputs, PeakMemory
 
 ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
@@ -124,15 +124,11 @@ class WorkFlags(Outputs):
     """Tokens per made-up prompt."""
     max_new_tokens: int | None = None
     """Longest completion in tokens."""
-    kl_coef: float | None = None
-    """Weight of the KL term; above 0 there is a reference model."""
-    micro_batch_size: int | None = None
-    """Prompts per forward and backward of the update; 0: all of them."""
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
         names = ("model", "prompt_len", "prompts_per_step", "group_size", "max_new_tokens")
-        sizes = {name: getattr(self, name) for name in (*names, "kl_coef", "micro_batch_size")}
+        sizes = {name: getattr(self, name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
 
@@ -296,6 +292,21 @@ class Step:
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights]
         self.learner.optimizer.zero_grad(set_to_none=True)
         return -total / int(batch.completions.completion_mask.sum()), gradient
+
+
+def peak_of(step: Any, device: torch.device, before: int) -> float:
+    """MiB at most in a step's second run, with what has been allocated since `before`."""
+    step.step(0)
+    resident = allocated(device) - before
+    # not in a timed step: measuring the peak returns freed memory, which takes time
+    with PeakMemory(device) as peak:
+        step.step(1)
+    return peak.mib + resident / 2**20
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes in use on a CUDA device; 0 elsewhere."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def pad_columns(ids: Tensor, columns: int) -> Tensor:
