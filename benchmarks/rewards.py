@@ -1,11 +1,11 @@
 """How long scoring takes: `python benchmark.py rewards`.
 
-The completions are samples of the shipped chess model. The benchmark fails if a way does not give
-the same rewards as the plain one.
+The completions are samples of the shipped chess model. The benchmark fails if the scorer does not
+give the same rewards as the plain implementation.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,16 +16,19 @@ import numpy as np
 from rich.console import Console
 
 from minigrpo.rewards import RewardScorer
-from minigrpo.task import Task
 from minigrpo.tasks.chess_env import ENDING, ChessEnv
 from minigrpo.types import Example
 
-from .measure import Outputs, device_name, number, show
+from .measure import Column, Outputs, device_name, number, show
 from .work import Step, Work, WorkFlags
 
 GROUP = 8
-# of examples [P] and texts [P][G]: the values [P, G] of each part
-Way = Callable[[Sequence[Example], Sequence[Sequence[str]]], Mapping[str, np.ndarray]]
+COLUMNS: tuple[Column, ...] = (
+    ("completions", "completions", str),
+    ("one text at a time", "plain", number("{:,.1f}")),
+    ("distinct texts, in batches", "scorer", number("{:,.1f}")),
+    ("speedup", "speedup", number("{:.1f}")),
+)
 
 
 @dataclass(frozen=True)
@@ -35,46 +38,40 @@ class Rewards(Outputs):
     sizes: tuple[int, ...] = (64, 1024, 16384)
     """Numbers of completions; multiples of 8."""
     repeats: int = 5
-    """Timed runs per way."""
+    """Timed runs of each implementation."""
 
     def run(self, console: Console) -> dict[str, Any]:
         work = Work.of(WorkFlags(natural=True, group_size=GROUP))
         source = Step(work.config, work).source
+        scorer = RewardScorer(work.task)
         rows = []
         for size in self.sizes:
             examples = [work.task.train(i) for i in range(size // GROUP)]
             texts = list[Sequence[str]]()
             for first in range(0, len(examples), 32):
                 texts += source.roll_out(examples[first : first + 32], 0).texts
-            row: dict[str, Any] = {"completions": size}
             expected = plain(examples, texts)
-            for name, way in self._ways(work.task).items():
-                times = []
-                for _ in range(self.repeats):
-                    start = time.perf_counter()
-                    parts = way(examples, texts)
-                    times.append(1e3 * (time.perf_counter() - start))
-                    for part, values in expected.items():
-                        assert np.allclose(parts[part], values), f"{name}: {part} differs"
-                row[name] = median(times)
-            row["speedup"] = row["one text at a time"] / row["distinct texts, in batches"]
+            for part, values in scorer.score(examples, texts).parts.items():
+                assert np.allclose(values, expected[part]), f"{part} differs"
+            naive = self._milliseconds(plain, examples, texts)
+            ours = self._milliseconds(scorer.score, examples, texts)
+            row = {"completions": size, "plain": naive, "scorer": ours, "speedup": naive / ours}
             rows.append(row)
-        columns = [(name, name, number("{:,.1f}")) for name in rows[0] if name != "completions"]
         title = "Milliseconds of scoring chess positions"
-        table = show(console, title, rows, [("completions", "completions", str), *columns])
+        table = show(console, title, rows, COLUMNS)
         return {"device": device_name(work.device), "rows": rows, "tables": [table]}
 
-    def _ways(self, task: Task) -> dict[str, Way]:
-        ways: dict[str, Way] = {"one text at a time": plain}
-        for workers in (0, 1, 2, 4):
-            name = f"in a pool of {workers}" if workers else "distinct texts, in batches"
-            scorer = RewardScorer(task, workers=workers)
-            ways[name] = lambda *batch, scorer=scorer: scorer.score(*batch).parts
-        return ways
+    def _milliseconds(self, way: Callable[..., object], *batch: object) -> float:
+        times = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            way(*batch)
+            times.append(1e3 * (time.perf_counter() - start))
+        return median(times)
 
 
 def plain(examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
-    """The straightforward implementation: python-chess parses and writes every FEN."""
+    """The values `[P, G]` of each part; python-chess parses and writes every FEN."""
     pairs = zip(examples, texts, strict=True)
     rows = [[plain_score(example, text) for text in group] for example, group in pairs]
     return {name: np.array([[s[name] for s in row] for row in rows]) for name in ChessEnv.parts}
