@@ -5,9 +5,8 @@ transformers and trl come with the extra `peer`, and are imported only here.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset
@@ -23,25 +22,10 @@ from minigrpo.types import Example
 from .peers import RANK, Settings
 from .work import Work, WorkParts
 
+if TYPE_CHECKING:
+    from .peer_worker import Link
+
 NEVER = "<|never|>"  # where completions have a forced length; the model has no such token
-
-
-@dataclass
-class LastStep:
-    """What the last step sampled."""
-
-    lengths: list[int] = field(default_factory=list)  # of the completions, in tokens
-    rewards: list[float] = field(default_factory=list)
-    prompt_len: int = 0  # of the longest prompt
-
-    def metrics(self) -> dict[str, float]:
-        """Under the names that a step of this library has them."""
-        return {
-            "completion_tokens": float(sum(self.lengths)),
-            "reward": sum(self.rewards) / len(self.rewards),
-            # every row is padded to the longest prompt and to the longest completion
-            "tokens/run": float(len(self.lengths) * (self.prompt_len + max(self.lengths))),
-        }
 
 
 class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -58,17 +42,16 @@ class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 class StepByStep(TrainerCallback):  # type: ignore[misc]
-    """Calls `begin` before each step samples, and `end` after its optimizer step."""
+    """Tells a link before each step samples, and after its optimizer step."""
 
-    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
-        self.begin = begin
-        self.end = end
+    def __init__(self, link: "Link") -> None:
+        self.link = link
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin()
+    def on_step_begin(self, *_: Any, **options: Any) -> None:
+        self.link.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.end()
+    def on_step_end(self, *_: Any, **options: Any) -> None:
+        self.link.end()
 
 
 def job_settings(config: Config, steps: int) -> Settings:
@@ -100,10 +83,9 @@ def make_trainer(
     *,
     steps: int,
     folder: Path,
-    begin: Callable[[], object],
-    end: Callable[[], object],
-) -> tuple[GRPOTrainer, LastStep]:
-    """A trainer of `steps` rollouts with the model in `folder`, and what its last step sampled."""
+    link: "Link",
+) -> GRPOTrainer:
+    """A trainer of `steps` rollouts with the model in `folder`, which waits for the link."""
     logging.set_verbosity_error()
     own = work.tokenizer
     own.engine.encode_special_tokens = False  # of the copy that is made of it: templates write them
@@ -118,7 +100,6 @@ def make_trainer(
     )
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
     declare_end(folder, tokenizer.eos_token_id)
-    last = LastStep()
     SameScheduleTrainer.schedule = config
     arguments = GRPOConfig(
         output_dir=str(folder / "output"),
@@ -133,23 +114,20 @@ def make_trainer(
     prompts = [{"prompt": prompt, "number": number} for number, prompt in enumerate(asked)]
     trainer = SameScheduleTrainer(
         model=str(folder),
-        reward_funcs=reward_function(work, config, examples, last),
+        reward_funcs=reward_function(work, config, examples, link.metrics),
         args=arguments,
-        peft_config=adapters(settings.get(RANK, 0)),
+        peft_config=adapters(settings[RANK]) if RANK in settings else None,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
-        callbacks=[StepByStep(begin, end)],
+        callbacks=[StepByStep(link)],
     )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
-    return trainer, last
+    return trainer
 
 
-def adapters(rank: int) -> LoraConfig | None:
-    """PEFT's settings for adapters as this library's of that rank; None: train all weights."""
-    if not rank:
-        return None
-    # all but the output head
+def adapters(rank: int) -> LoraConfig:
+    """PEFT's settings for adapters as this library's of that rank: all but the output head."""
     return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
 
 
@@ -175,9 +153,9 @@ def count_positions_without_padding(
 
 
 def reward_function(
-    work: Work, config: Config, examples: Sequence[Example], last: LastStep
+    work: Work, config: Config, examples: Sequence[Example], metrics: dict[str, float]
 ) -> Callable[..., list[float]]:
-    """Our rewards as a reward function of TRL; it records what it scores in `last`."""
+    """Our rewards as a reward function of TRL; it puts what a step of ours logs into `metrics`."""
     scorer = WorkParts(work, config, work.model).scorer
     group = config.sampling.group_size
 
@@ -187,9 +165,13 @@ def reward_function(
         asked = [examples[i] for i in number[::group]]
         said = [x if isinstance(x, str) else x[0]["content"] for x in completions]
         texts = [said[i : i + group] for i in range(0, len(said), group)]
-        last.lengths = [len(ids) for ids in completion_ids]
-        last.prompt_len = max(len(encode_prompt(work.tokenizer, x)) for x in asked)
-        last.rewards = scorer.score(asked, texts).total.flatten().tolist()
-        return last.rewards
+        rewards: list[float] = scorer.score(asked, texts).total.flatten().tolist()
+        lengths = [len(ids) for ids in completion_ids]
+        prompt_len = max(len(encode_prompt(work.tokenizer, example)) for example in asked)
+        metrics["completion_tokens"] = sum(lengths)
+        metrics["reward"] = sum(rewards) / len(rewards)
+        # every row is padded to the longest prompt and to the longest completion
+        metrics["tokens/run"] = len(lengths) * (prompt_len + max(lengths))
+        return rewards
 
     return reward

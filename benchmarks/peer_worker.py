@@ -27,8 +27,6 @@ from .measure import PeakMemory, synchronize
 from .peers import RANK
 from .work import Step, Work, WorkFlags
 
-Trained = Callable[[], Transformer]  # the model as it is now
-
 
 class Finished(Exception):
     """The command was `finish`."""
@@ -42,7 +40,8 @@ class Link:
         # libraries print to standard output too: keep it for the answers, and send theirs to stderr
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self.metrics: Callable[[], dict[str, float]] = dict
+        self.metrics = dict[str, float]()  # of the last step
+        self.trained: Callable[[], Transformer]  # the model as it is now
         self.evaluate: Callable[[], float]
 
     def begin(self) -> None:
@@ -56,49 +55,36 @@ class Link:
     def end(self) -> None:
         synchronize(self.device)
         seconds = time.perf_counter() - self.started
-        self.answer({"seconds": seconds, **self.metrics()})
+        self.answer({"seconds": seconds, **self.metrics})
 
     def answer(self, record: dict[str, Any]) -> None:
         self.answers.write(json.dumps(record) + "\n")
         self.answers.flush()
 
 
-def train_ours(
-    work: Work, config: Config, link: Link, ready: Callable[[Trained], object], folder: Path
-) -> None:
+def train_ours(work: Work, config: Config, link: Link, folder: Path) -> None:
     """Train the model in `folder` with this library until the link is finished."""
     stored = config.model.base_dtype if config.model.lora_rank else "float32"
     model = Transformer.from_pretrained(folder, stored).to(work.device)
     own = Step(config, work, model=model)
-    metrics = dict[str, float]()  # of the last step
-    link.metrics = lambda: metrics
-    ready(lambda: own.model)
+    link.trained = lambda: own.model
     for number in count():
         link.begin()
         timed = own.step(number)
         assert own.batch.rewards is not None
         for name in ("completion_tokens", "tokens/run"):
-            metrics[name] = timed[name]
-        metrics["reward"] = float(own.batch.rewards.total.mean())
+            link.metrics[name] = timed[name]
+        link.metrics["reward"] = float(own.batch.rewards.total.mean())
         link.end()
 
 
 def train_theirs(
-    work: Work,
-    config: Config,
-    settings: dict[str, Any],
-    link: Link,
-    steps: int,
-    ready: Callable[[Trained], object],
-    folder: Path,
+    work: Work, config: Config, link: Link, folder: Path, settings: dict[str, Any], steps: int
 ) -> None:
     """Train the model in `folder` with TRL until the link is finished."""
     from .peer_trl import make_trainer
 
-    trainer, last = make_trainer(
-        work, config, settings, steps=steps + 1, folder=folder, begin=link.begin, end=link.end
-    )
-    link.metrics = last.metrics
+    trainer = make_trainer(work, config, settings, steps=steps + 1, folder=folder, link=link)
 
     def trained() -> Transformer:
         model = trainer.model
@@ -107,7 +93,7 @@ def train_theirs(
         model.save_pretrained(folder / "trained")
         return Transformer.from_pretrained(folder / "trained").to(work.device)
 
-    ready(trained)
+    link.trained = trained
     trainer.train()
 
 
@@ -126,8 +112,6 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # of Linux
     asked = json.loads(sys.stdin.readline())
     settings = asked["settings"]  # of TRL; None: this library
-    steps = asked["steps"]
-    held_out = asked["held_out"]
     if settings is not None:
         from . import peer_trl  # noqa: F401 - imported before memory is measured, as ours is
     work = Work.of(WorkFlags(**asked["work"]))
@@ -135,7 +119,7 @@ def main() -> None:
     set_up_process(work.config.speed, work.device)
     # the learning rate decays over the default number of steps
     config = work.config.replace(**asked["flags"], max_steps=Config().run.max_steps)
-    described = work.describe()
+    link.answer({"work": work.describe()})
     with TemporaryDirectory() as path, suppress(Finished):
         folder = Path(path)
         work.model.export(folder)
@@ -143,18 +127,15 @@ def main() -> None:
         work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:
 
-            def ready(trained: Trained) -> None:
-                def evaluate() -> float:
-                    with memory.paused():
-                        return held_out_reward(work, config, trained(), held_out)
+            def evaluate() -> float:
+                with memory.paused():
+                    return held_out_reward(work, config, link.trained(), asked["held_out"])
 
-                link.evaluate = evaluate
-                link.answer({"work": described})
-
+            link.evaluate = evaluate
             if settings is None:
-                train_ours(work, config, link, ready, folder)
+                train_ours(work, config, link, folder)
             else:
-                train_theirs(work, config, settings, link, steps, ready, folder)
+                train_theirs(work, config, link, folder, settings, asked["steps"])
     link.answer({"peak_mib": memory.mib})
 
 
