@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 from minigrpo.config import Config
@@ -18,7 +17,7 @@ from minigrpo.runtime.device import PhaseTimer, set_up_process
 from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Example
 
-from .work import Work, pad_columns
+from .work import Work
 
 
 def to_columns(values: Tensor, starts: Tensor, columns: int) -> Tensor:
@@ -43,48 +42,39 @@ class GrpoPyStep:
         self.optimizer = torch.optim.AdamW(weights, config.optimizer.learning_rate, weight_decay=0)
         self.eos = -1 if work.forced else work.tokenizer.eot
         self.timer = PhaseTimer(self.device)
-        self.sampled: tuple[Tensor, Tensor]  # `ids` and `mask` of the last step, `[B, T]`
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
         set_up_process(self.config.speed, self.device)
         prompts = self.config.sampling.prompts_per_step
-        timer = self.timer
-        timer.take()
+        self.timer.take()
         start = time.perf_counter()
-        with timer.phase("data"):
+        with self.timer.phase("data"):
             examples = [self.work.task.train(number * prompts + i) for i in range(prompts)]
-        with timer.phase("rollout"):
+        with self.timer.phase("rollout"):
             starts, ids, mask = self._sample(examples, number)  # [B], [B, T], [B, T]
             texts = grpo.decode(self.work.tokenizer, ids, mask)
-        with timer.phase("reward"):
+        with self.timer.phase("reward"):
             rewards = self._rewards(examples, texts)  # [P, G]
             A = grpo.advantages(rewards).flatten()  # [B]
-        with timer.phase("reference"):
+        with self.timer.phase("reference"):
             ref_logp = self._reference(ids, mask)  # [B, T] or None
-        with timer.phase("update"):
+        with self.timer.phase("update"):
             self._backward(ids, mask, A, ref_logp)
             grad_clip = self.config.optimizer.grad_clip
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
         seconds = time.perf_counter() - start
-        self.sampled = ids, mask
         rounds = ids.shape[1] - 1 - int(starts.min())  # forwards after the one over the prompts
         return {
             "seconds": seconds,
-            **timer.take(),
+            **self.timer.take(),
             "completion_tokens": float(mask.sum()),
             "rollout/rounds": float(rounds),
             "rollout/tokens": float(ids[:, 1:].numel()),
             "tokens/run": float(ids[:, 1:].numel()),
         }
-
-    def tokens(self) -> Tensor:
-        """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
-        rows = [ids[mask] for ids, mask in zip(*self.sampled, strict=True)]
-        tokens = pad_sequence(rows, batch_first=True, padding_value=-1).cpu()
-        return pad_columns(tokens, self.config.sampling.max_new_tokens)
 
     def _sample(self, examples: Sequence[Example], step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Lengths of the prompts `[B]`, and grpo.sample's `ids` and `mask`, `[B, T]`."""

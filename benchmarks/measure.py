@@ -15,8 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-# Linux only
-STATUS = Path("/proc/self/status")
+STATUS = Path("/proc/self/status")  # of Linux
 CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -49,11 +48,10 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.before = 0.0  # MiB
         self.mib = float("nan")
 
     def __enter__(self) -> "PeakMemory":
-        self.before = self._restart()
+        self.before = self._restart()  # MiB
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -45,15 +45,10 @@ class RepeatedByLoader(Sampler):
         return Completions(*prompts, **grouped), groups
 
 
-WAYS: dict[str, tuple[type[Sampler], str]] = {
-    "repeated by the loader": (RepeatedByLoader, "repeated"),
-    "stored once (ours)": (Sampler, "prefix-tree"),
-}
 COLUMNS: tuple[Column, ...] = (
     ("completions per prompt", "group_size", str),
     ("prompts are", "name", str),
     ("peak MiB", "peak_mib", number("{:,.0f}")),
-    ("of repeated", "share", number("{:.2f}")),
     ("s/step", "seconds", number("{:.2f}")),
     ("rollout", "rollout", number("{:.2f}")),
     ("update", "update", number("{:.2f}")),
@@ -74,21 +69,19 @@ class Memory(WorkFlags):
         rows = list[dict[str, Any]]()
         for size in track(self.group_sizes, "group sizes", console=console, transient=True):
             work = replace(first, config=first.config.replace(group_size=size))
-            repeated, batch = self._measure(work, "repeated by the loader")
-            once, _ = self._measure(work, "stored once (ours)", batch)
+            repeated, batch = self._measure(work, RepeatedByLoader, "repeated")
+            once, _ = self._measure(work, Sampler, "prefix-tree", batch)
             assert math.isclose(once["loss"], repeated["loss"], rel_tol=1e-4), "the losses differ"
-            for row in (repeated, once):
-                share = row["peak_mib"] / repeated["peak_mib"]
-                rows.append({"group_size": size, **row, "share": share})
+            rows.append({"group_size": size, "name": "repeated by the loader", **repeated})
+            rows.append({"group_size": size, "name": "stored once (ours)", **once})
         title = f"{device_name(first.device)}: {first.describe()}; by completions per prompt"
         table = show(console, title, rows, COLUMNS)
         return {"device": device_name(first.device), "rows": rows, "tables": [table]}
 
     def _measure(
-        self, work: Work, name: str, batch: RolloutBatch | None = None
+        self, work: Work, sampler: type[Sampler], packing: str, batch: RolloutBatch | None = None
     ) -> tuple[dict[str, Any], RolloutBatch]:
         """A way's figures, with its loss on a rollout, and that rollout; by default its last."""
-        sampler, packing = WAYS[name]
         settings = {"packing": packing, "num_speculative_tokens": 0, "learning_rate": FROZEN_LR}
         before = allocated(work.device)
         step = Step(work.config.replace(**settings), work, sampler)
@@ -96,7 +89,7 @@ class Memory(WorkFlags):
         times = [step.step(turn) for turn in range(2, self.repeats + 2)]
         batch = batch or step.batch
         loss = step.gradient(batch)[0]
-        row: dict[str, Any] = {"name": name, "peak_mib": peak_mib, "loss": loss}
+        row: dict[str, Any] = {"peak_mib": peak_mib, "loss": loss}
         for key in ("seconds", "rollout", "update"):
             row[key] = median(timed[key] for timed in times)
         return row, batch

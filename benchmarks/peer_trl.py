@@ -19,7 +19,7 @@ from minigrpo.model.encoding import encode_prompt
 from minigrpo.runtime.optimizer import BETAS, learning_rate_at
 from minigrpo.types import Example
 
-from .peers import RANK, Settings
+from .peers import RANK
 from .work import Work, WorkParts
 
 if TYPE_CHECKING:
@@ -54,28 +54,6 @@ class StepByStep(TrainerCallback):  # type: ignore[misc]
         self.link.end()
 
 
-def job_settings(config: Config, steps: int) -> Settings:
-    """The settings of GRPOConfig that make the job the same."""
-    return {
-        "max_steps": steps,
-        "num_generations": config.sampling.group_size,
-        "max_completion_length": config.sampling.max_new_tokens,
-        "temperature": config.sampling.temperature,
-        "learning_rate": config.optimizer.learning_rate,
-        "weight_decay": config.optimizer.weight_decay,
-        "max_grad_norm": config.optimizer.grad_clip,
-        "adam_beta1": BETAS[0],
-        "adam_beta2": BETAS[1],
-        "loss_type": config.loss.name,
-        "beta": config.loss.kl_coef,
-        "use_bias_correction_kl": False,
-        # our GPT-2 has no dropout; TRL would also sample with it
-        "disable_dropout": True,
-        "shuffle_dataset": False,
-        "seed": config.run.seed,
-    }
-
-
 def make_trainer(
     work: Work,
     config: Config,
@@ -99,7 +77,14 @@ def make_trainer(
         clean_up_tokenization_spaces=False,
     )
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
-    declare_end(folder, tokenizer.eos_token_id)
+    # the end of a completion, and no padding, which gets no gradient
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | ends))
+    adapters = None
+    if RANK in settings:  # like this library's: on all but the output head
+        kind = {"r": settings[RANK], "lora_alpha": 2 * settings[RANK], "lora_dropout": 0.0}
+        adapters = LoraConfig(**kind, target_modules="all-linear")
     SameScheduleTrainer.schedule = config
     arguments = GRPOConfig(
         output_dir=str(folder / "output"),
@@ -107,7 +92,21 @@ def make_trainer(
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        **job_settings(config, steps),
+        max_steps=steps,
+        num_generations=config.sampling.group_size,
+        max_completion_length=config.sampling.max_new_tokens,
+        temperature=config.sampling.temperature,
+        learning_rate=config.optimizer.learning_rate,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.grad_clip,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        loss_type=config.loss.name,
+        beta=config.loss.kl_coef,
+        use_bias_correction_kl=False,
+        disable_dropout=True,  # our GPT-2 has none; TRL would also sample with it
+        shuffle_dataset=False,
+        seed=config.run.seed,
         **{name: value for name, value in settings.items() if name != RANK},
     )
     asked = [list(example.messages) or example.prompt for example in examples]
@@ -116,7 +115,7 @@ def make_trainer(
         model=str(folder),
         reward_funcs=reward_function(work, config, examples, link.metrics),
         args=arguments,
-        peft_config=adapters(settings[RANK]) if RANK in settings else None,
+        peft_config=adapters,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
         callbacks=[StepByStep(link)],
@@ -124,18 +123,6 @@ def make_trainer(
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
     return trainer
-
-
-def adapters(rank: int) -> LoraConfig:
-    """PEFT's settings for adapters as this library's of that rank: all but the output head."""
-    return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear")
-
-
-def declare_end(folder: Path, eos: int) -> None:
-    """Write the end of a completion into config.json, and no padding, which gets no gradient."""
-    file = folder / "config.json"
-    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
-    file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
 
 
 def count_positions_without_padding(

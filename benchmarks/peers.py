@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
@@ -33,9 +33,8 @@ from .measure import Column, Median, Outputs, device_name, gain, number, show
 
 RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
-Way = Literal["float32", "bfloat16", "lora-bfloat16"]
 # a way to train: flags of this library, and settings of TRL that do the same
-WAYS: dict[Way, tuple[Settings, Settings]] = {
+WAYS: dict[str, tuple[Settings, Settings]] = {
     "float32": ({}, {"bf16": False}),
     "bfloat16": ({"use_amp": True}, {"bf16": True}),
     "lora-bfloat16": (  # frozen weights are stored in two bytes
@@ -155,7 +154,7 @@ class Peers(Outputs):
     """chess: the default job; smollm2: --config arithmetic, 16 x 16, or later, with the model of
     runs/arithmetic; the others: random text and weights, completions of a fixed length, with a KL.
     """
-    ways: tuple[Way, ...] = ("float32", "bfloat16")
+    ways: tuple[Literal[tuple(WAYS)], ...] = ("float32", "bfloat16")  # type: ignore[valid-type]
     """Ways to train that are compared."""
     steps: int | None = None
     """Training steps per row; default: the job's, 30 or 4. The first 2 (of 4: 1) are not timed."""
@@ -180,8 +179,8 @@ class Peers(Outputs):
                 curves = {row.name: [row.as_run()] for row in rows}
                 plot_curve(curves, "held-out reward", self.plot, "minutes of training")
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
-            work = rows[0].end.get("work", "")
-            tables.append(show(console, f"{name}: {work}", jobs[name], COLUMNS))
+            title = f"{name}: {rows[0].end.get('work', '')}"
+            tables.append(show(console, title, jobs[name], COLUMNS))
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"device": device, "jobs": jobs, "tables": tables}
 
@@ -189,7 +188,7 @@ class Peers(Outputs):
         work = {**job.work, "device": self.device}
         return {"work": work, "steps": steps, "minutes": self.minutes, "held_out": held_out}
 
-    def _rows(self, job: Job, way: Way, console: Console) -> list[Row]:
+    def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
         flags, settings = WAYS[way]
         tried = list[Row]()
@@ -245,10 +244,7 @@ def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
         figures[name] = mean(step[name] for step in row.steps)
     size = (row.settings or {}).get("per_device_train_batch_size")
     figures |= {
-        "samples": list(seconds.values()),
-        "rewards": [step["reward"] for step in row.steps],
         "s/step": Median.of(list(seconds.values())).text(),
-        "middle": median(seconds.values()),
         "multiple": multiple.text("{:.1f}") if multiple else "",
         "peak_mib": row.end.get("peak_mib"),
         "trl": f"batches of {size}" if size else "",

@@ -57,8 +57,7 @@ class Rewards(Outputs):
             ours = self._milliseconds(scorer.score, examples, texts)
             row = {"completions": size, "plain": naive, "scorer": ours, "speedup": naive / ours}
             rows.append(row)
-        title = "Milliseconds of scoring chess positions"
-        table = show(console, title, rows, COLUMNS)
+        table = show(console, "Milliseconds of scoring chess positions", rows, COLUMNS)
         return {"device": device_name(work.device), "rows": rows, "tables": [table]}
 
     def _milliseconds(self, way: Callable[..., object], *batch: object) -> float:

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import track
 
 from .measure import Column, Median, Outputs, device_name, number, show
-from .work import ConfigFiles
 
 COLUMNS: tuple[Column, ...] = (
     ("processes", "processes", str),
@@ -33,14 +32,10 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Scaling(Outputs):
-    """Seconds per step of a job on several processes."""
+    """Seconds per step of the default job on several processes."""
 
     processes: tuple[int, ...] = (1, 2)
     """Numbers of processes; each must divide the prompts per step."""
-    config: ConfigFiles = ()
-    """The job: a TOML file or a preset; may be repeated. Default: the job of train.py."""
-    threads: int = 1
-    """Threads per process (OMP_NUM_THREADS), where there is no GPU."""
     steps: int = 15
     """Steps per run; the first 3 are not timed."""
 
@@ -49,15 +44,15 @@ class Scaling(Outputs):
         for n in track(self.processes, "processes", console=console, transient=True):
             steps = self._steps(n)
             seconds = Median.of([step["step_time"] for step in steps])
-            row: dict[str, Any] = {"processes": n, "seconds": seconds.middle}
-            row["s/step"] = seconds.text("{:.3f}")
+            row: dict[str, Any] = {"processes": n, "s/step": seconds.text("{:.3f}")}
+            row["seconds"] = seconds.middle
             for name in ("rollout", "update"):
                 row[name] = median(step.get(f"time/{name}", 0.0) for step in steps)
             first = rows[0] if rows else row
             alone = first["seconds"] * first["processes"]
             rows.append(row | {"efficiency": alone / (n * seconds.middle)})
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        table = show(console, f"{device}; {self.threads} threads per process", rows, COLUMNS)
+        table = show(console, f"{device}; one thread per process", rows, COLUMNS)
         return {"device": device, "rows": rows, "tables": [table]}
 
     def _steps(self, number_of_processes: int) -> list[dict[str, Any]]:
@@ -65,11 +60,10 @@ class Scaling(Outputs):
             run = Path(folder, "run")
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             words += [f"--nproc_per_node={number_of_processes}", "-m", "minigrpo", "train"]
-            words += [word for file in self.config for word in ("--config", file)]
             words += ["--max-steps", str(self.steps), "--stop-after", "0", "--eval-every", "0"]
             words += ["--eval-size", "8", "--save-every", "1000000", "--out-dir", str(run)]
             # the package of a checkout, too, is found from whatever folder this starts in
-            here = {"OMP_NUM_THREADS": str(self.threads), "PYTHONPATH": os.pathsep.join(sys.path)}
+            here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
             subprocess.run(words, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
             lines = (run / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines[3:]]  # the first ones warm up

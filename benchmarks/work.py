@@ -20,7 +20,6 @@ from torch import Tensor
 
 from minigrpo.config import Config, read_toml
 from minigrpo.learner import Learner
-from minigrpo.model.encoding import encode_prompts
 from minigrpo.model.tokenizer import Tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.parts import Given, Parts
@@ -39,7 +38,6 @@ from minigrpo.types import Example, RolloutBatch
 
 from .measure import Outputs, PeakMemory
 
-ConfigFiles = tyro.conf.UseAppendAction[tuple[str, ...]]
 FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
 
 
@@ -52,15 +50,12 @@ class Preset(NamedTuple):
 
 
 TINY = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 4}
-GPT2_124M = {"vocab_size": 50257, "layers": 12, "width": 768, "heads": 12}
 QWEN_494M = {"family": "qwen2", "vocab_size": 151936, "layers": 24, "width": 896, "heads": 14}
 QWEN_494M |= {"kv_heads": 2, "mlp_width": 4864, "norm_eps": 1e-6, "rope_theta": 1e6}
 EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
 TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
 PRESETS = {
     "tiny": Preset(TINY, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 80}),
-    # two prompts at a time: with all at once, grpo.py's step would not fit into 24 GB
-    "gpt2": Preset(GPT2_124M, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 144, "micro_batch_size": 2}),
     # of the peers benchmark alone: grpo.py's cache knows no grouped queries
     "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
 }
@@ -106,11 +101,11 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 class WorkFlags(Outputs):
     """The flags that choose a job."""
 
-    preset: Literal["tiny", "gpt2", "qwen2.5-0.5b"] = "tiny"
-    """tiny: 4 layers, width 128, 512 tokens; gpt2: 124M parameters, 50,257 tokens."""
+    preset: Literal["tiny", "qwen2.5-0.5b"] = "tiny"
+    """tiny: 4 layers, width 128, 512 tokens."""
     natural: bool = False
     """The default job with its own model, prompts and rewards; completions end with end of text."""
-    config: ConfigFiles = ()
+    config: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Like --natural, with the job of a TOML file or a preset; a later file counts above it."""
     model: str | None = None
     """Another model for the job of --config."""
@@ -120,14 +115,12 @@ class WorkFlags(Outputs):
     """Prompts per step."""
     group_size: int | None = None
     """Completions per prompt."""
-    prompt_len: int | None = None
-    """Tokens per made-up prompt."""
     max_new_tokens: int | None = None
     """Longest completion in tokens."""
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
-        names = ("model", "prompt_len", "prompts_per_step", "group_size", "max_new_tokens")
+        names = ("model", "prompts_per_step", "group_size", "max_new_tokens")
         sizes = {name: getattr(self, name) for name in names}
         return {name: size for name, size in sizes.items() if size is not None}
 
@@ -164,30 +157,23 @@ class Work:
     def _made_up(cls, flags: WorkFlags) -> "Work":
         device = pick_device(flags.device)
         preset = PRESETS[flags.preset]
-        sizes = {"prompt_len": preset.prompt_len, **preset.settings, **flags.sizes()}
-        prompt_len = sizes.pop("prompt_len")
-        config = Config.of(**sizes, max_steps=10**6)
+        config = Config.of(**{**preset.settings, **flags.sizes()}, max_steps=10**6)
         max_new_tokens = config.sampling.max_new_tokens
-        shape = ModelShape(context=prompt_len + max_new_tokens, **preset.shape)
+        shape = ModelShape(context=preset.prompt_len + max_new_tokens, **preset.shape)
         model = Transformer(shape, seed=config.run.seed).to(device)
         # answers are longer than completions, so that proposals never run out
-        task = RandomText(config.run.seed, prompt_len, max_new_tokens + 32)
+        task = RandomText(config.run.seed, preset.prompt_len, max_new_tokens + 32)
         tokenizer = byte_tokenizer(shape.vocab_size)
         return cls(config, model, tokenizer, task, None, forced=True, device=device)
 
     def describe(self) -> str:
         """The job in one line."""
-        some = [self.task.train(i) for i in range(64)]
-        lengths = encode_prompts(self.tokenizer, some, self.model.shape.context)[1]
         sampling = self.config.sampling
-        shape = self.model.shape
         parameters = sum(p.numel() for p in self.model.parameters()) / 1e6
         return (
-            f"{parameters:.2f} M parameters ({shape.layers} layers, width {shape.width}, "
-            f"{shape.vocab_size} tokens), {sampling.prompts_per_step} prompts of "
-            f"{float(lengths.float().mean()):.0f} tokens x {sampling.group_size} completions of "
-            f"{sampling.max_new_tokens}, {'forced length' if self.forced else 'until end of text'}"
-            f"; KL {self.config.loss.kl_coef:g}"
+            f"{parameters:.2f} M parameters, {sampling.prompts_per_step} prompts x "
+            f"{sampling.group_size} completions of {sampling.max_new_tokens} tokens"
+            f"{'' if self.forced else ' or fewer'}, KL {self.config.loss.kl_coef:g}"
         )
 
 
@@ -262,20 +248,13 @@ class Step:
         with self.timer.phase("update"):
             learnt = self.learner.learn(self.batch, number)
         seconds = time.perf_counter() - start
-        lengths = self.batch.completions.completion_mask.sum(-1)
         return {
             "seconds": seconds,
             **self.timer.take(),
-            "completion_tokens": float(lengths.sum()),
+            "completion_tokens": float(self.batch.completions.completion_mask.sum()),
             **self.batch.metrics,
             "tokens/run": learnt["tokens/run"],
         }
-
-    def tokens(self) -> Tensor:
-        """What the last step sampled, `[P * G, S]`; -1 beyond the end."""
-        done = self.batch.completions
-        ids = torch.where(done.completion_mask, done.completion_ids, -1).flatten(0, 1)
-        return pad_columns(ids, self.config.sampling.max_new_tokens)
 
     def gradient(self, batch: RolloutBatch) -> tuple[float, list[Tensor]]:
         """Mean negative log-likelihood of a batch's tokens, and the gradient of the loss.
@@ -307,8 +286,3 @@ def peak_of(step: Any, device: torch.device, before: int) -> float:
 def allocated(device: torch.device) -> int:
     """Bytes in use on a CUDA device; 0 elsewhere."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def pad_columns(ids: Tensor, columns: int) -> Tensor:
-    """Tokens `[B, S]` -> `[B, columns]`, with -1 beyond the end, so that steps can be compared."""
-    return torch.nn.functional.pad(ids, (0, columns - ids.shape[1]), value=-1)

@@ -16,7 +16,7 @@ def test_a_job_is_that_of_its_files_with_the_sizes_of_the_flags(tmp_path: Path) 
 
 
 def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
-    work = Work.of(WorkFlags(prompt_len=9, max_new_tokens=5, device="cpu"))
+    work = Work.of(WorkFlags(max_new_tokens=5, device="cpu"))
     shape = work.model.shape
-    assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 14)
-    assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 9 and work.forced
+    assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 85)
+    assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 80 and work.forced
