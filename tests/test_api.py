@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,7 @@ from safetensors.torch import load_file
 import minigrpo
 from minigrpo.config import Config
 from minigrpo.losses import Clip, LossInputs, LossSpec, per_token
-from minigrpo.metrics import Graded, headline
+from minigrpo.metrics import headline
 from minigrpo.model import lora
 from minigrpo.model.encoding import encode_prompt
 from minigrpo.model.transformer import ModelShape
@@ -36,7 +34,7 @@ from minigrpo.tools.cli import main
 from minigrpo.tools.common import ModelArguments, config_of
 from minigrpo.tools.doctor import RIGHT_SHARE, diagnose
 from minigrpo.tools.runs import read_run
-from minigrpo.types import REWARD, ConfigError, Example, RewardTable
+from minigrpo.types import REWARD, ConfigError, Example
 
 from . import tiny
 from .test_tools import call
@@ -198,16 +196,6 @@ def test_task_auto(
     assert resolve(config) == resolve(config, objects) == config  # as a resumed run has it
 
 
-def test_what_is_right_can_be_said_by_a_function() -> None:
-    rewards = RewardTable(np.array([[0.7, 0.2]]), {"solved": np.array([[1.0, 0.0]])})
-    examples, texts = [Example("a")], [["4", "5"]]
-    said = Graded(examples, texts, rewards, "solved")
-    assert said.right.tolist() == [[1, 0]] and [*said.measures] == ["solved", "reward"]
-    unsaid = Graded(examples, texts, rewards, REWARD)
-    assert np.isnan(unsaid.right).all() and [*unsaid.measures] == ["reward", "solved"]
-    assert np.array_equal(unsaid.measures["reward"], rewards.total.mean(1))
-
-
 def test_rewards_are_any_callables_of_the_right_form() -> None:
     class Counter:
         def __call__(self, example: Example, text: str) -> float:
@@ -347,12 +335,6 @@ def test_a_model_with_adapters_gets_those_that_are_asked_for() -> None:
     assert {len(layer.lora_A) for layer in lora.adapters(parts.model).values()} == {3}
 
 
-def test_a_model_of_another_library_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        minigrpo.train(model=torch.nn.Linear(2, 2), out_dir=tmp_path / "run", **SIZES)
-    assert not (tmp_path / "run").exists()
-
-
 def plain(inputs: LossInputs) -> torch.Tensor:
     return -inputs.ratio * inputs.advantages
 
@@ -373,12 +355,3 @@ def test_losses_of_the_callers_are_told_apart_by_a_resume() -> None:
     texts = [Given.of(loss=spec).as_settings()["loss"] for spec in SPECS]
     assert len(set(texts)) == len(SPECS)
     assert texts == [Given.of(loss=copy.copy(spec)).as_settings()["loss"] for spec in SPECS]
-
-
-def test_a_first_look_at_the_hub_that_fails_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 0.5 B would be trained with the rate of a demo."""
-    asked = Mock(side_effect=[ConnectionError("reset"), "a folder"])
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", asked)
-    with pytest.raises(ConfigError):
-        Config.of(model="org/name")
-    assert asked.call_count == 1

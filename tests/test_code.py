@@ -3,14 +3,12 @@
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.code import HEAD, HIDDEN, KINDS, SHOWN, Code, code_of
+from minigrpo.tasks.code import HIDDEN, KINDS, SHOWN, Code, code_of
 from minigrpo.types import ConfigError, Example
 
 from .tiny import write_jsonl
@@ -121,13 +119,6 @@ def test_a_setup_and_imports_run_before_the_tests() -> None:
     assert Code(0).score(Example("?", code, fields=fields), code)["passed"] == 1
 
 
-def test_a_system_that_cannot_run_code_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Code(0)
-    monkeypatch.setattr("minigrpo.tasks.code.run_tests", Mock(side_effect=OSError))
-    with pytest.raises(OSError):
-        RewardScorer(task, workers=2).score([task.train(0)], [["x"]])
-
-
 def test_one_liners_are_those_that_the_shipped_model_was_trained_on() -> None:
     task = Code(0)
     for get, golden in zip((task.train, task.held_out), GOLDEN, strict=True):
@@ -145,12 +136,3 @@ def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not()
     scores = task.score_batch([example] * 4, [right, right + " # ", table, " return"])
     assert scores["passed"] == [1, 1, 0, 0]
     assert scores["tests"][2] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))
-
-
-def test_supervised_training_teaches_python_and_not_the_answer() -> None:
-    task = Code(0)
-    examples = [task.train(number) for number in range(30)]
-    for example in examples:
-        compile(HEAD + example.answer, "answer", "exec")
-    passed = task.score_batch(examples, [x.answer for x in examples])["passed"]
-    assert np.mean(passed) < 0.2

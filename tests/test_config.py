@@ -4,15 +4,14 @@ import contextlib
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo import Trainer, defaults
-from minigrpo.config import TRL_WORDS, Config, hint, places, read_flags, read_pairs, settle
+from minigrpo import defaults
+from minigrpo.config import TRL_WORDS, Config, hint, places, read_pairs
 from minigrpo.defaults import TASKS, Size, settings_for
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.common import ModelArguments, parse
@@ -73,20 +72,6 @@ def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
     assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
     for millions in (1, 100, 500, 7000):
         Config.of(**fit(millions))
-
-
-def test_a_start_builds_a_config_twice_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From what is given, and with what names stand for."""
-    validate = Mock(wraps=Config.model_validate)
-    monkeypatch.setattr(Config, "model_validate", validate)
-    model = tiny.tiny_chess_model(tmp_path / "model")
-    settings = {**tiny.TINY, "model": model, "out_dir": tmp_path / "run"}
-    settings["reward_weights"] = "similarity=1"
-    config, why = settle(read_flags(tiny.flags(settings)))
-    Trainer(config, why=why, quiet=True)
-    assert validate.call_count == 2
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:

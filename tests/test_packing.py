@@ -158,18 +158,6 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_mask_begin_at_multiples_of_eight() -> None:
-    """Or CUDA's attention would copy it in every layer; and all layers share one."""
-    last = torch.randint(0, 13, (3, 5), generator=torch.Generator().manual_seed(0))
-    part = CompletionRows(last, torch.zeros(3, 13, dtype=torch.int64), last)
-    for _ in range(2):
-        part.attend(torch.ones(13, 6, 4), torch.ones(13, 2, 4), torch.ones(13, 2, 4))
-    (mask,) = part.masks
-    repeated = torch.arange(13) <= last.repeat(1, 3)[:, None, :, None]
-    assert torch.equal(mask == 0, repeated) and torch.equal(mask == -torch.inf, ~repeated)
-    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
-
-
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
     one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)

@@ -153,15 +153,6 @@ def test_a_part_that_does_not_concern_an_example_counts_nothing() -> None:
     assert table.total.tolist() == [[4, 3, 4], [5, 6, 7]]
 
 
-def test_success_is_the_tasks_or_a_functions() -> None:
-    @reward(success=True)
-    def mine(example: Example, text: str) -> float:
-        return 1.0
-
-    assert RewardScorer(Lengths()).success == "right"
-    assert RewardScorer(Lengths(), functions=[mine]).success == "mine"
-
-
 # --- what is wrong with names and weights ---------------------------------------------------------
 
 

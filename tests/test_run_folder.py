@@ -374,16 +374,6 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path) -> 
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "\x00"])
-def test_a_manifest_of_any_content_makes_no_whole_checkpoint(tmp_path: Path, manifest: str) -> None:
-    said = list[str]()
-    folder = tmp_path / "checkpoints"
-    for step in (1, 2):
-        save_checkpoint(folder, {"step": step}, keep_last=2)
-    (folder / "step_000002" / "manifest.json").write_text(manifest)
-    assert newest(tmp_path, said.append).name == "step_000001" and len(said) == 1
-
-
 NOT_FINITE = [{0: [torch.ones(2), torch.tensor([1.0, np.nan])]}, float("inf")]
 
 
