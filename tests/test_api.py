@@ -113,9 +113,7 @@ def below(example: Example, text: str) -> float:
     return -1.0
 
 
-def test_rewards_that_never_work_or_may_not_be_negative_are_refused(
-    model: str, tmp_path: Path
-) -> None:
+def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_path: Path) -> None:
     """Nobody knows what a broken one would have paid: 0 might be the best of the curve."""
     given = {"model": model, "data": ROWS, **SIZES}
     with pytest.raises(RunFailed, match="broken.*no such column"):
@@ -246,9 +244,7 @@ def test_what_is_refused_late_names_its_row(
     assert "row 5" in str(error.value)
 
 
-def test_what_does_nothing_in_rows_is_said_once(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_rows_say_in_vain_is_warned_of(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     rendered = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     plain = [{"prompt": f"{i}?"} for i in range(20)]
     for rows, settings, warnings in [
@@ -317,9 +313,7 @@ def test_torchrun_runs_the_same_script(run: Any, model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_of_lower_precision_is_trained_in_float32(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_low_precision_model_is_trained_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     model = minigrpo.Transformer(ModelShape(360)).to(dtype)
     settings = {**tiny.TINY, "learning_rate": 1e-6, "max_steps": 1, "eval_every": 0, "quiet": True}
     minigrpo.train(model=model, out_dir=tmp_path / "run", **settings)

@@ -156,9 +156,7 @@ def test_settings_that_cannot_work_are_refused_however_they_are_given(bad: dict[
     assert ended.value.code == 2
 
 
-def test_every_preset_is_valid_and_found_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
     for preset in ROOT.glob("configs/*.toml"):
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
@@ -187,9 +185,7 @@ def test_a_file_that_is_no_settings_is_refused(text: str, tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_rewards_that_can_be_negative_are_not_divided_by_their_mean(
-    settings: dict[str, Any],
-) -> None:
+def test_rewards_below_zero_are_not_divided_by_their_mean(settings: dict[str, Any]) -> None:
     for by_mean in ({"loss": "maxrl"}, {"scale": "mean"}):
         with pytest.raises(ConfigError):
             Config.of(**by_mean, **settings)
@@ -198,9 +194,7 @@ def test_rewards_that_can_be_negative_are_not_divided_by_their_mean(
     Config.of(loss="maxrl", kl="k1_reward")
 
 
-def test_a_tilde_is_the_users_folder_in_every_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny.tiny_chess_model(tmp_path / "model")
     paths = {

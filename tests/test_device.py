@@ -69,9 +69,7 @@ def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> Non
 
 
 @pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_model"])
-def test_training_layers_do_not_touch_the_samplers_model(
-    option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_layers_spare_the_sampler(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, ran = set[str](), list[str]()
 
     def fake_compile(function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:

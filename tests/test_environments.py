@@ -421,9 +421,7 @@ ANSWER = {"role": "tool", "name": "f", "content": '4 "apples"'}
         ),
     ],
 )
-def test_the_text_between_turns_begins_after_the_end_of_the_turn(
-    name: str, special: list[str], expected: str
-) -> None:
+def test_text_between_turns_follows_their_end(name: str, special: list[str], expected: str) -> None:
     template = (tiny.TEMPLATES / f"{name}-tools.jinja").read_text()
     chat = Chat(template, special=special)
     assert chat.between([ANSWER]) == expected
@@ -478,9 +476,7 @@ def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
     assert example.fields["deck"] == [1, 2] and len(text.messages) == 1
 
 
-def test_a_run_in_an_environment_is_logged_and_resumed_bit_by_bit(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_in_an_environment_is_logged_and_resumed(folder: Path, tmp_path: Path) -> None:
     whole = trained(folder, tmp_path / "a")
     trained(folder, tmp_path / "b", stop_after=2)
     again = trained(folder, tmp_path / "b", resume="auto")
@@ -544,9 +540,7 @@ class Slow:
         return "", 1.0, True
 
 
-def test_an_environment_that_hangs_fails_in_its_dialogue_alone(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_environment_that_hangs_fails_its_dialogue_alone(folder: Path, tmp_path: Path) -> None:
     run = trained(folder, tmp_path, max_steps=1, eval_size=2)
     world = EnvironmentSet.of(Slow)
     task = begun(world, {"prompt": "Go."}, {"prompt": "Stop."})

@@ -230,9 +230,7 @@ def test_logits_are_those_that_transformers_had(name: str) -> None:
 @pytest.mark.parametrize(
     "shape", [*SHAPES.values(), replace(SHAPES["grouped-query"], family="llama", **BIASES)]
 )
-def test_a_model_comes_back_from_its_own_file_and_from_its_export(
-    tmp_path: Path, shape: ModelShape
-) -> None:
+def test_a_model_comes_back_from_its_file_and_its_export(tmp_path: Path, shape: ModelShape) -> None:
     model = Transformer(shape, seed=2)
     model.save_pretrained(tmp_path / "own.safetensors")
     model.export(tmp_path / "out")
@@ -306,9 +304,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes"), REFUSED, ids=str)
-def test_what_would_be_computed_differently_is_refused(
-    tmp_path: Path, kind: str, changes: dict[str, Any]
-) -> None:
+def test_other_computations_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     Transformer(SHAPES[kind]).export(tmp_path)
     Transformer.from_pretrained(tmp_path)
     edit(tmp_path, lambda config: config.update(changes))
@@ -332,9 +328,7 @@ def test_tensors_that_are_not_the_models_weights_are_refused(tmp_path: Path, cha
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e-3])
-def test_a_stored_head_that_is_tied_is_left_out_unless_it_differs(
-    tmp_path: Path, shift: float
-) -> None:
+def test_a_stored_head_that_is_tied_must_not_differ(tmp_path: Path, shift: float) -> None:
     model = Transformer(SHAPES["gpt2"], seed=3)
     model.export(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -395,9 +389,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     return calls
 
 
-def test_weights_are_fetched_after_the_settings_and_of_the_same_commit(
-    asked: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_weights_are_of_the_settings_commit(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = hub_folder("org/model@v1.0")
     Transformer.from_pretrained(folder)
     assert [call["revision"] for call in asked] == ["v1.0", folder.name]

@@ -85,9 +85,7 @@ def test_it_has_all_that_a_tokenizer_has(tmp_path: Path, monkeypatch: pytest.Mon
         assert again.encode(text) == tokenizer.encode(text)
 
 
-def test_without_the_network_it_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError))
     monkeypatch.delitem(registry.ENCODINGS, "gpt2", raising=False)
@@ -130,9 +128,7 @@ def texts(number: int) -> Iterator[str]:
 
 
 @pytest.mark.peer
-def test_2000_texts_have_the_ids_of_tiktoken_and_of_transformers(
-    published: Path, tmp_path: Path
-) -> None:
+def test_2000_texts_have_tiktokens_and_transformers_ids(published: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
     tokenizer, encoding = load_tokenizer("gpt2"), tiktoken.get_encoding("gpt2")

@@ -89,9 +89,7 @@ def test_a_measure_that_is_not_finite_is_read_back_as_such(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", [b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0"])
-def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(
-    tmp_path: Path, line: bytes
-) -> None:
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path: Path, line: bytes) -> None:
     """Also if a run is writing the last line, or was killed while it did; that is no damage."""
     whole = [to_json({"step": step}).encode() for step in (1, 2, 3)]
     path, said = tmp_path / "metrics.jsonl", list[str]()
@@ -220,9 +218,7 @@ def tracked(folder: Path, tracker: Any) -> Any:
     return start_tracker(Config.of(track=tracker.module), folder)
 
 
-def test_a_tracker_gets_what_tensorboard_gets_and_a_resume_continues_it(
-    tmp_path: Path, tracker: Any
-) -> None:
+def test_a_tracker_sees_what_tensorboard_does_over_a_resume(tmp_path: Path, tracker: Any) -> None:
     for step, folder in ((0, "a"), (1, "a"), (0, "b")):
         log = log_of(tmp_path / folder, step, tracker=tracked(tmp_path / folder, tracker))
         log.step(step + 1, {"loss": 1.0})
@@ -236,9 +232,7 @@ def test_a_tracker_gets_what_tensorboard_gets_and_a_resume_continues_it(
 
 
 @pytest.mark.parametrize("steps", [0, 8])
-def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
-    tmp_path: Path, tracker: Any, steps: int
-) -> None:
+def test_a_tracker_that_fails_does_not_end_a_run(tmp_path: Path, tracker: Any, steps: int) -> None:
     """Also if it fails as it is closed."""
     said, started = list[str](), tracked(tmp_path, tracker)
     log = log_of(tmp_path, said=said, tracker=started)
@@ -251,9 +245,7 @@ def test_a_tracker_that_fails_ends_the_tracking_and_not_the_run(
     assert events(tmp_path, "train/loss") == [*range(1, steps + 1)]
 
 
-def test_a_tracker_that_does_not_start_is_found_before_anything_is_written(
-    tmp_path: Path, tracker: Any
-) -> None:
+def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker: Any) -> None:
     tracker.init.side_effect = ConnectionError("no login")
     config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
     folder, dist, console = tmp_path / "run", DistContext(), Console(quiet=True)

@@ -86,9 +86,7 @@ def test_the_gradient_is_that_of_full_training_by_the_chain_rule(model: Transfor
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
-def test_the_reference_is_the_model_as_it_started_and_shares_its_base(
-    model: Transformer, kept: bool
-) -> None:
+def test_the_reference_is_the_start_and_shares_its_base(model: Transformer, kept: bool) -> None:
     packing = pack(make_completions(1))
     lora.add_adapters(model, rank=2, alpha=4)
     if kept:
@@ -196,9 +194,7 @@ def test_targets_are_names_of_layers(kind: str) -> None:
     assert {*lora.layer_names(lora.adapters(every))} == LAYERS[kind]
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_only_its_own_model_takes_them(
-    model: Transformer,
-) -> None:
+def test_a_checkpoint_holds_adapters_and_fits_its_own_model_alone(model: Transformer) -> None:
     state = copy.deepcopy(lora.trained_state(with_adapters(model)))
     assert state and all(name.endswith(ADAPTERS) for name in state)
     expected = model.logits(TOKENS)
@@ -280,9 +276,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [{}, {"lora_rank": 3}, {"lora_rank": 2, "lora_alpha": 8}])
-def test_a_folder_of_adapters_is_merged_unless_they_are_asked_for(
-    start: Path, kind: dict[str, Any]
-) -> None:
+def test_adapters_are_merged_unless_they_are_asked_for(start: Path, kind: dict[str, Any]) -> None:
     base = Transformer.from_pretrained(start.parent / "its-base")
     lora.attach_peft(base, start)
     expected = base.logits(TOKENS)
@@ -356,9 +350,7 @@ def test_tensors_that_are_left_over_or_missing_are_refused(start: Path, more: se
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3"])
 @pytest.mark.parametrize("stabilised", [False, True])
-def test_adapters_that_peft_wrote_give_its_logits_merged_and_kept(
-    tmp_path: Path, name: str, stabilised: bool
-) -> None:
+def test_adapters_of_peft_have_its_logits(tmp_path: Path, name: str, stabilised: bool) -> None:
     import peft
     import transformers
 

@@ -77,9 +77,7 @@ def varied(family: str) -> Transformer:
 
 
 @pytest.mark.parametrize("family", FAMILIES)  # a new one needs a row above
-def test_every_family_has_the_naive_log_probs_and_gradients_in_all_ways(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, c = varied(family), make_completions(0)
     weights = torch.randn(c.completion_ids.shape, generator=torch.Generator().manual_seed(0))
     parameters = list(model.parameters())
@@ -193,9 +191,7 @@ def test_a_frozen_model_has_the_naive_log_probs_within_its_context(model: Transf
 # --- log-probs ------------------------------------------------------------------------------------
 
 
-def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunks_under_autocast_sum_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64: as close as without chunks, whatever their number."""
     rng = torch.Generator().manual_seed(0)
     values = torch.randn(600, 16, generator=rng), torch.randn(VOCAB, 16, generator=rng)
@@ -217,9 +213,7 @@ def test_chunks_under_autocast_sum_the_gradient_of_the_head_in_float32(
         assert (c - a).norm() <= 1.2 * (b - a).norm() + 1e-3 * a.norm()
 
 
-def test_large_products_without_gradients_are_those_of_float64(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_products_without_gradients_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = (torch.randn(shape) for shape in ((2, 3, 8), (5, 8), (5,)))
     exact = linear.linear(x.double(), weight.double(), bias.double()).float()
     monkeypatch.setattr(linear, "LARGE_WEIGHT", 1)

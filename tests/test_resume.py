@@ -174,9 +174,7 @@ def main() -> None:
 @pytest.mark.parametrize(
     "kills", ["--kills=3 --each=1", pytest.param("--kills=100", marks=pytest.mark.slow)]
 )
-def test_killed_anywhere_and_resumed_a_run_has_the_same_bits_and_logs(
-    tmp_path: Path, kills: str
-) -> None:
+def test_a_run_that_is_killed_has_the_same_bits_and_logs(tmp_path: Path, kills: str) -> None:
     command = [sys.executable, "-m", "tests.test_resume", str(tmp_path), *kills.split()]
     subprocess.run(command, cwd=ROOT, check=True)
 
@@ -248,7 +246,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None
     assert json.loads((tmp_path / "huge" / "summary.json").read_text())["status"] != "finished"
 
 
-def test_out_of_memory_halves_the_micro_batch_and_nothing_else(
+def test_out_of_memory_halves_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = make(tmp_path / "small", micro_batch_size=1, kl_coef=0)

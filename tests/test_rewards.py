@@ -250,9 +250,7 @@ def test_what_is_no_number_or_raises_is_the_worst_of_its_group(workers: int) -> 
 
 
 @given(st.data(), SIGNS)
-def test_a_failure_never_pays_and_a_group_of_failures_teaches_nothing(
-    data: st.DataObject, weight: float
-) -> None:
+def test_a_failure_never_pays_and_never_teaches(data: st.DataObject, weight: float) -> None:
     """Values are numbers, None, or failures; the same by a loop."""
     answers = st.one_of(st.none(), st.just(np.nan), st.floats(-3, 3))
     table = np.array(data.draw(st.lists(answers, min_size=6, max_size=6)), dtype=object)
@@ -382,9 +380,7 @@ SETTLED = b"[[3.0, -1.0, -1.0]] [[False, True, False]]\n"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [True, False])
-def test_a_call_that_holds_the_lock_ends_its_process_and_counts_as_failed(
-    process: bool, tmp_path: Path
-) -> None:
+def test_a_call_that_holds_the_lock_ends_with_its_process(process: bool, tmp_path: Path) -> None:
     """A worker process is ended alone. Without one the run is ended, and the next goes on."""
     (tmp_path / "rewards.py").write_text(HANGS.replace("PROCESS", str(process)))
     (tmp_path / "scores.py").write_text(SCORES)

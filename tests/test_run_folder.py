@@ -388,9 +388,7 @@ def test_what_is_not_finite_is_never_saved(tmp_path: Path, bad: Any) -> None:
     assert len(checkpoints(tmp_path)) == 1
 
 
-def test_names_change_after_their_contents_are_on_the_disk_and_are_then_flushed_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contents_are_flushed_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut may keep a rename and lose what was written before it."""
     flushed, unflushed, replace = set[tuple[int, ...]](), set[int](), os.replace
 
@@ -469,9 +467,7 @@ def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
     ],
     ids=str,
 )
-def test_settings_that_make_another_run_are_refused(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_settings_of_another_run_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     finished(tmp_path / "run")
     with pytest.raises(ConfigError):
         Run(tmp_path / "run", **changes).start()
@@ -519,9 +515,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error(
         Run(tmp_path / "new", resume).start()
 
 
-def test_users_code_that_changes_the_current_folder_moves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_code_may_change_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Run(Path("run"), "")
     (tmp_path / "elsewhere").mkdir()
@@ -553,9 +547,7 @@ def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_pat
     assert len(run.said) == 1 and not base.said and not len(trained_on(tmp_path))
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_a_second_have_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [Run(Path(), resume="", out_dir="").start() for _ in range(3)]
     assert len({run.folder for run in runs}) == 3

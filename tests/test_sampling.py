@@ -250,9 +250,7 @@ def test_a_sampler_speculates_only_if_told(rounds: list[tuple[int, int, int]]) -
 
 @pytest.mark.parametrize("family", ["qwen", "mistral", "chess"])
 @pytest.mark.parametrize("drafts", [True, False])
-def test_a_completion_ends_with_the_token_that_completes_a_stop_text(
-    family: str, drafts: bool, tmp_path: Path
-) -> None:
+def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: Path) -> None:
     """As a loop over the tokens of a completion without stop texts finds it."""
     folder = family if family == "chess" else str(tiny_tokenizer_folder(tmp_path, family))
     tokenizer = load_tokenizer(folder)
@@ -295,9 +293,7 @@ def rows_of(completions: Completions) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
+def test_out_of_memory_changes_no_token(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     whole = completed(make_sampler())
     prefill, sizes = Decoder.prefill, list[int]()
 
@@ -315,9 +311,7 @@ def test_running_out_of_memory_halves_the_batch_and_changes_no_token(
     assert len(sizes) > fails_at and sizes[fails_at] == 1
 
 
-def test_under_autocast_the_low_precision_copy_samples_with_the_current_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     model = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2))
     generation = Mock(wraps=Generation)

@@ -216,7 +216,7 @@ def test_code_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_code_without_an_end_leaves_nothing(
+def test_code_without_an_end_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)

@@ -57,9 +57,7 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_signal_saves_and_requeues_and_the_next_part_goes_on(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_signal_requeues_and_the_next_part_goes_on(slurm: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     job = submit(slurm, max_steps=100_000)
     wait_until(lambda: len(list(out.glob("checkpoints/step_*"))) > 1 or job.poll() is not None, 120)

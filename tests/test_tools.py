@@ -147,9 +147,7 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
 # --- evaluate -------------------------------------------------------------------------------------
 
 
-def test_evaluate_has_the_numbers_of_the_evaluation_in_training(
-    finished_run: Path, tmp_path: Path
-) -> None:
+def test_evaluate_has_the_numbers_of_training(finished_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert call("evaluate", finished_run, "--n", 8, "--json", out) == 0
     measures = json.loads(out.read_text())["measures"]
@@ -213,7 +211,7 @@ def test_an_answer_is_called_so_where_the_task_says_that_it_is_right(
         assert shown & {"answer", "reference"} == {label}
 
 
-def test_a_prompt_is_a_users_message_unless_it_is_raw(
+def test_a_prompt_is_a_message_unless_raw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny.tiny_chat_model(tmp_path / "chat")
@@ -241,9 +239,7 @@ def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: 
     assert call("export", tiny_run, "--out", tmp_path / "again") == 2
 
 
-def test_an_export_has_the_tokenizer_of_its_model_and_all_tokens_that_end_a_text(
-    tmp_path: Path,
-) -> None:
+def test_an_export_has_its_tokenizer_and_all_tokens_that_end_a_text(tmp_path: Path) -> None:
     model, out = tiny.tiny_chat_model(tmp_path / "chat"), tmp_path / "out"
     published = {"temperature": 0.7, "eos_token_id": [0]}
     (model / "generation_config.json").write_text(json.dumps(published))
@@ -276,9 +272,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_export_has_merged_adapters_and_what_they_were_trained_on(
-    adapted: Path, tmp_path: Path
-) -> None:
+def test_an_export_has_merged_adapters_and_their_questions(adapted: Path, tmp_path: Path) -> None:
     """Adapters are those of the checkpoint, or of the files that a run leaves."""
     run, out, without = adapted / "run", tmp_path / "out", tmp_path / "run"
     assert call("export", run, "--out", out) == 0

@@ -169,9 +169,7 @@ def test_a_run_as_base_is_stored_as_base_dtype_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use_amp", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_adapters_beside_nf4_go_on_with_the_same_bits_and_are_exported(
-    tmp_path: Path, use_amp: bool
-) -> None:
+def test_adapters_beside_nf4_are_resumed_and_exported(tmp_path: Path, use_amp: bool) -> None:
     model = str(tiny_chess_model(tmp_path / "model"))
     settings = {"lora_rank": 2, "base_dtype": "nf4", "kl_coef": 0.1, "reference": model}
     settings |= {"use_amp": use_amp, "gradient_checkpointing": True}
