@@ -93,9 +93,3 @@ def test_what_is_missing_or_expected_is_no_finding() -> None:
     assert found_in(made_up({dead: np.full(3, 0.4)}, [])) == []
     assert found_in(made_up({"loss": np.zeros(STEPS)}, [])) == []
     assert found_in(made_up({"entropy": between(0.5, 0.01)}, [], loss="nll")) == []
-
-
-@pytest.mark.parametrize("odd", [{"n": 0}, {"exact_sampled": 7.0}])
-def test_an_evaluation_that_is_no_share_is_not_judged(odd: dict[str, float]) -> None:
-    first, best, last = FAULTY[9].evaluations
-    assert found_in(replace(FAULTY[9], evaluations=[first, {**best, **odd}, last])) == []

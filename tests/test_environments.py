@@ -25,7 +25,6 @@ from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as generate_module
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
-from minigrpo.tools import cli
 from minigrpo.turns.dialogues import Dialogues, Episode
 from minigrpo.turns.environments import EnvironmentSet, TurnTask
 from minigrpo.turns.tools import Tool, calls_of
@@ -34,7 +33,7 @@ from minigrpo.types import Completions, ConfigError, Dialogue, Example
 from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
-from .tiny import TINY, tiny_chat_model, write_jsonl
+from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
 STOPS = (EOS, 4, 7)  # so that turns end often
@@ -565,32 +564,3 @@ def test_an_environment_that_hangs_fails_its_dialogue_alone(folder: Path, tmp_pa
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
     metrics = trained(folder, tmp_path, max_steps=1, max_turns=1).metrics
     assert metrics["dialogues/turns"] == [1.0] and 0 < metrics["dialogues/cut_ratio"][0] <= 1
-
-
-def test_a_file_names_environments_and_tools(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "beside.py").write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
-    file = tmp_path / "shop.py"
-    file.write_text(
-        "from beside import add\n"
-        "def shop():\n    return Shop\n"
-        "class Shop:\n"
-        "    def reset(self, price):\n        return f'Pay {price}.'\n"
-        "    def get_reward(self):\n        return 1.0\n"
-    )
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"price": n} for n in range(20)])
-    flags = f"--environment {file}:Shop,{file}:add --data {data} --model {folder} --max-steps 1"
-    flags += " --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
-    cli.main(["train", *flags.split(), "--out-dir", str(tmp_path / "run")])
-    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/Shop/mean"] == 1.0
-    cli.main(["evaluate", str(tmp_path / "run"), "--n", "2"])
-    cli.main(["sample", str(tmp_path / "run"), "--examples", "1"])
-    world = EnvironmentSet.load(f"{file}:Shop,{file}:add,{file}:shop")
-    assert list(world.classes) == ["Shop"] and list(world.tools) == ["add", "shop"]
-    assert world.tools["shop"].function() is world.classes["Shop"]  # the file is run once
-    with pytest.raises(ConfigError):
-        EnvironmentSet.load(f"{file}:Nothing")
-    with pytest.raises(ConfigError):
-        EnvironmentSet.of(None, [minigrpo.reward(lambda example, text: 1.0)])

@@ -28,7 +28,6 @@ from minigrpo.resolve import resolve
 from minigrpo.types import ConfigError
 
 from .steps import SHAPES
-from .test_sampling import generate
 from .tiny import check_golden, golden
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +173,7 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_gradients_and_greedy_decoding_are_theirs(tmp_path: Path, name: str) -> None:
+def test_gradients_are_theirs(tmp_path: Path, name: str) -> None:
     theirs = make_theirs(name)
     theirs.save_pretrained(tmp_path)
     ours = Transformer.from_pretrained(tmp_path)
@@ -189,12 +188,6 @@ def test_gradients_and_greedy_decoding_are_theirs(tmp_path: Path, name: str) -> 
         # without rotation, a bias of keys changes nothing: its gradient is rounding alone
         assert (found - expected).norm() < 1e-4 * expected.norm() + 1e-7 * total
     assert not gradients
-
-    prompts, length = IDS[:, :20], torch.tensor([20] * len(IDS))
-    theirs.generation_config.eos_token_id = None  # or it would stop there
-    texts = theirs.generate(prompts, max_new_tokens=24, do_sample=False, pad_token_id=0)
-    drawn = generate(ours, prompts, length, stops=(), num_samples=1, max_new_tokens=24, u=None)
-    assert torch.equal(drawn.completion_ids[:, 0], texts[:, 20:])
 
 
 @pytest.mark.peer

@@ -26,7 +26,6 @@ TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert not f(-1)"]
 RIGHT = "def f(x): return x + 1"
 HOSTILE = {
     "exit": "import os\ndef f(x): return x + 1\nos._exit(0)",
-    "exit in the function": "import os\ndef f(x): os._exit(0)",
     "SystemExit": "import sys\ndef f(x): return x + 1\nsys.exit(0)",
     "memory": "a = 'y' * 10**12",
     "large text": "def f(x): return 'y' * 10**7",
@@ -55,14 +54,6 @@ def f(x): return 7
 """,
     "patched json": "import json\njson.dumps = lambda *a, **k: '[2]'\ndef f(x): return 7",
     "forgets the modules": "import sys\nsys.modules.clear()\ndef f(x): return 7",
-    "writes to every descriptor": """
-import os
-for fd in range(64):
-    for line in (b'""\\n[true]\\n""\\n[2]\\n', b'[true, true, true]\\n'):
-        try: os.write(fd, line)
-        except OSError: pass
-def f(x): return 7
-""",
     "answers without the key": """
 import os
 for answer in ('null', '2', '3', 'null'):  # the program, and TESTS

@@ -15,7 +15,6 @@ import torch
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.config import places
-from minigrpo.metrics import Graded
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.parts import load_model
 from minigrpo.run.console import Console
@@ -24,8 +23,7 @@ from minigrpo.runtime.guard import Diverged
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
 from minigrpo.tools.common import ModelArguments, config_of, parse
-from minigrpo.tools.sample import show
-from minigrpo.types import ConfigError, Dialogue, Example, RewardTable
+from minigrpo.types import ConfigError
 
 from . import tiny
 
@@ -105,9 +103,7 @@ def test_an_error_is_one_printable_line_and_an_exit_code_and_a_bug_keeps_its_tra
     "argv",
     [
         ["nonsense"],
-        ["plan", "--group-size", "1"],
         ["plan", "--model", "nowhere/at all"],
-        ["plan", "--config", "nowhere.toml"],
         ["evaluate", "shipped", "--n", "0"],
         ["evaluate", "nowhere"],
         ["sample", "shipped", "--task", "nonsense"],
@@ -182,33 +178,6 @@ def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> 
 
 
 # --- sample ---------------------------------------------------------------------------------------
-
-
-def test_a_dialogue_is_shown_message_by_message(capsys: pytest.CaptureFixture[str]) -> None:
-    said = (("assistant", "look"), ("tool", "42"), ("assistant", "end"))
-    messages = [{"role": role, "content": content} for role, content in said]
-    text = Dialogue("end", messages=messages)
-    show(Console(), Graded([Example("ask")], [[text]], RewardTable(np.ones((1, 1)), {}), "reward"))
-    lines = [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:4] == [*said]
-
-
-def test_an_answer_is_called_so_where_the_task_says_that_it_is_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tiny.tiny_chat_model(tmp_path / "chat")
-    rows = [{"prompt": f"{n}=", "answer": f"#### {n}"} for n in range(40)]
-    data = {"data": tiny.write_jsonl(tmp_path / "rows.jsonl", rows)}
-    for name, settings, label in [
-        ("shipped", {"task": "chess-env"}, "answer"),
-        (model, {"task": "prompts", **data}, "answer"),
-        (model, {"task_args": "judge=none", "overlong": "punish", **data}, "reference"),
-        ("shipped", {"task": "code"}, "reference"),  # a random function, which SFT learns
-    ]:
-        words = ("--examples", 2, "--max-new-tokens", 4, *tiny.flags(settings))
-        assert call("sample", name, *words) == 0
-        shown = {line.split(" ")[0] for line in capsys.readouterr().out.splitlines()}
-        assert shown & {"answer", "reference"} == {label}
 
 
 def test_a_prompt_is_a_message_unless_raw(
