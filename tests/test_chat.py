@@ -239,9 +239,7 @@ def test_a_template_without_the_question_or_the_instructions_is_refused(template
         "{% for %}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception.__globals__.x }}",
         "{{ 1 / 0 }}",
-        "{{ messages[7].content.x }}",
         "{{ raise_exception('no') }}",
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from examples.countdown_sft import RandomSearches, random_search
+from examples.countdown_sft import random_search
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
@@ -192,15 +192,6 @@ def test_bad_lines_difficulties_and_forms_are_refused() -> None:
             Countdown(0, difficulty=text)
     with pytest.raises(ConfigError):
         Countdown(0, form="other")
-
-
-def test_a_search_is_well_formed_and_a_made_problem_can_be_a_chats() -> None:
-    task = RandomSearches(0)
-    chat = Countdown(0, form="chat")
-    for number in range(40):
-        example = task.train(number)
-        assert task.score(example, example.answer)["format"] == 1
-        assert chat.train(number).fields == example.fields and chat.train(number).messages
 
 
 # --- with a calculator ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from minigrpo.parts import Given
 from minigrpo.task import Task
-from minigrpo.tasks.base import fingerprint, is_held_out, load_task, question_of, tagged_answer
+from minigrpo.tasks.base import fingerprint, is_held_out, load_task, tagged_answer
 from minigrpo.tasks.data import (
     Row,
     Rows,
@@ -360,15 +360,6 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     other = {"function": {"name": "add", "arguments": {"a": 1, "b": 3}}}
     changed = {"messages": [USER, {**said, "tool_calls": [other]}, result]}
     assert parse_any(plain(changed)).question != parse_any(plain(record)).question
-
-
-def test_a_question_is_the_same_as_a_prompt_and_as_messages() -> None:
-    system = {"role": "system", "content": "Be kind."}
-    tool = {"role": "tool", "content": "4"}
-    row = parse_pair({"messages": [system, USER], "answer": "4"})
-    assert row.question == row.example.prompt == "2+2?"
-    assert row.example.messages == (system, USER)
-    assert question_of([system, USER, tool]) == "user: 2+2?\ntool: 4"
 
 
 def test_the_longest_examples_are_known(tmp_path: Path) -> None:

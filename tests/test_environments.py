@@ -389,13 +389,6 @@ def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> No
     for world, number in ((EnvironmentSet.of(Shop), 3), (EnvironmentSet.of(None, [weather]), 1)):
         questions = begun(world, *rows, {"prompt": "Sell.", "price": 5}).questions
         assert questions and sum(map(len, questions)) == number + 1
-    many = [{"prompt": f"Buy {n}.", "price": price} for n in range(20) for price in (5, 6)]
-    plain = load_task("prompts", seed=0, data=many, args=NONE)
-    options: Any = {"environment": EnvironmentSet.of(Shop), "args": NONE}  # in both files the same
-    both: Any = load_task("prompts", seed=0, data=many, eval_data=many[:2], **options)
-    assert both.source.num_train == len(many) - 2 and both.num_held_out == 1
-    questions = begun(EnvironmentSet.of(Shop), *many).questions
-    assert questions and all(map(np.array_equal, questions, plain.questions or ()))
 
 
 # --- chat templates -------------------------------------------------------------------------------

@@ -287,8 +287,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("grouped-query", {"model_type": "mistral", "sliding_window": 4096}),
     ("grouped-query", {"hidden_act": "gelu"}),
     ("grouped-query", {"attention_bias": True}),
-    ("grouped-query", {"attention_bias": "some"}),
-    ("grouped-query", {"hidden_size": "wide"}),
     ("grouped-query", {"num_key_value_heads": 3}),
     ("grouped-query", {"intermediate_size": 40}),
     ("grouped-query", {"model_type": "llama"}),  # norms are left over

@@ -320,10 +320,8 @@ def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None
     [
         ("use_dora", True),
         ("rank_pattern", {"q_proj": 4}),
-        ("alpha_pattern", {"q_proj": 4}),
         ("modules_to_save", ["lm_head"]),
         ("bias", "all"),
-        ("init_lora_weights", "pissa"),
         ("peft_type", "LOHA"),
         ("a_setting_of_tomorrow", 1),
         ("r", 3),

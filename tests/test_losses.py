@@ -360,10 +360,8 @@ TWO = torch.zeros(2, 3)
         {"loss": "ppo"},
         {"kl_coef": 0.1},  # without ref_logp
         {"advantages": torch.zeros(3)},  # would broadcast for logp [2, 3, 3]
-        {"advantages": torch.zeros(2, 1)},
         {"mask": torch.ones(3, dtype=torch.bool)},
         {"old_logp": TWO[0]},
-        {"ref_logp": TWO[:1], "kl_coef": 0.1},
         {"token_weights": TWO[:, :1]},
         {"added": TWO[:, :1]},
     ],

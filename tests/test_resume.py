@@ -91,8 +91,10 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    run = make(folder, resume="auto", **half_solved(folder.parent))
+    run = make(folder, resume="auto", **half_solved(folder.parent), dynamic_sampling=1)
     run.fit()
+    metrics = lines(folder, "metrics.jsonl")
+    assert any(line["frac_reward_zero_std/drawn"] for line in metrics)  # some were replaced
     (folder / "result").write_text(result(folder, run))
 
 
@@ -177,18 +179,6 @@ def main() -> None:
 def test_a_run_that_is_killed_has_the_same_bits_and_logs(tmp_path: Path, kills: str) -> None:
     command = [sys.executable, "-m", "tests.test_resume", str(tmp_path), *kills.split()]
     subprocess.run(command, cwd=ROOT, check=True)
-
-
-def test_a_resume_replaces_the_same_prompts(tmp_path: Path) -> None:
-    options = {**half_solved(tmp_path), "dynamic_sampling": 1, "max_steps": 8}
-    calm = make(tmp_path / "calm", **options)
-    calm.fit()
-    for stop in (3, 4, 0):
-        again = make(tmp_path / "run", **options, stop_after=stop, resume="auto")
-        again.fit()
-    assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
-    metrics = lines(tmp_path / "run", "metrics.jsonl")
-    assert any(line["frac_reward_zero_std/drawn"] for line in metrics)  # there were some
 
 
 def test_a_signal_ends_a_command_whose_steps_are_saved_and_continued(tmp_path: Path) -> None:

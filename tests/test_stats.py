@@ -118,17 +118,6 @@ def test_mcnemar_is_the_two_sided_sign_test(lost: int, won: int) -> None:
     assert stats.mcnemar(lost, won) == pytest.approx(min(1.0, expected)) == stats.mcnemar(won, lost)
 
 
-def test_two_models_are_compared_example_by_example() -> None:
-    first = np.array([1.0, 1, 0, 0, 0, 0, 0, 0, 0])
-    second = np.array([1.0, 0, 1, 1, 1, 1, 1, 1, 1])
-    no_seeds = np.zeros(0)
-    found = stats.difference(first, second, no_seeds)
-    assert found.change.value == pytest.approx(6 / 9) and found.p == pytest.approx(2 * 9 / 256)
-    assert not found.is_shown and found.change.low < found.change.value < found.change.high
-    scores = stats.difference(np.linspace(0, 1, 50), np.linspace(0, 1, 50) + 0.01, no_seeds)
-    assert scores.is_shown and math.isnan(scores.p)
-
-
 @given(st.lists(st.tuples(st.integers(0, 10).map(lambda k: k / 10), st.integers(0, 1)), min_size=1))
 def test_each_measure_of_calibration_is_its_formula(answers: list[tuple[float, int]]) -> None:
     confidence, correct = (list(column) for column in zip(*answers, strict=True))

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.encoding import decode, encode_pairs, encode_prompt, encode_prompts, token_texts
+from minigrpo.model.encoding import decode, encode_pairs, encode_prompt, token_texts
 from minigrpo.model.tokenizer import FILES, Tokenizer, load_tokenizer
-from minigrpo.types import Completions, ConfigError, Example
+from minigrpo.types import ConfigError, Example
 
 from . import tiny
 
@@ -185,16 +184,6 @@ def test_prompt_and_answer_are_encoded_separately(tmp_path: Path) -> None:
     done = [pairs.completion_ids[p][pairs.completion_mask[p]].tolist() for p in range(2)]
     assert done == [[*tokenizer.encode(answer), tokenizer.eot], [tokenizer.eot]]
     assert decode(tokenizer, pairs) == [[answer], [""]]
-
-
-def test_padding_is_on_the_right_and_decoding_stops_before_it(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer("chess")
-    ids, lengths = encode_prompts(tokenizer, [Example("abc"), Example("d")], 3)
-    assert ids.tolist() == [[97, 98, 99], [100, 0, 0]] and lengths.tolist() == [3, 1]
-    mask = torch.tensor([[[True, True, True], [True, True, False]]])
-    done = torch.tensor([[[97, 98, tokenizer.eot], [99, tokenizer.eot, 100]]])
-    completions = Completions(ids[:1], lengths[:1], done, mask)
-    assert decode(tokenizer, completions) == [["ab", "c"]]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from minigrpo.config import places
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.parts import load_model
 from minigrpo.run.console import Console
-from minigrpo.run.run_dir import trained_on, warn_of_known_questions
+from minigrpo.run.run_dir import trained_on
 from minigrpo.runtime.guard import Diverged
-from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli, train
 from minigrpo.tools.common import ModelArguments, config_of, parse
 from minigrpo.types import ConfigError
@@ -163,18 +162,6 @@ def test_evaluate_takes_the_whole_file_of_data(finished_run: Path, tmp_path: Pat
     own = ("--task", "prompts", "--reward-weights", "exact=1", "--json", out)
     assert call("evaluate", finished_run, "--data", file, *own) == 0
     assert json.loads(out.read_text())["measures"]["n"]["value"] == 30
-
-
-def test_questions_that_the_model_was_trained_on_are_counted(tmp_path: Path) -> None:
-    """Those of its run, whatever the file of questions is."""
-    file = str(questions(tmp_path / "train.jsonl", 40))
-    task, whole = (load_task("prompts", seed=0, **{key: file}) for key in ("data", "eval_data"))
-    np.save(tmp_path / "trained_on.npy", task.questions[0])
-    found: list[str] = []
-    warn_of_known_questions(str(tmp_path), task.questions, found.append)
-    assert found == []
-    warn_of_known_questions(str(tmp_path), whole.questions, found.append)
-    assert len(found) == 1 and str(len(task.questions[0])) in found[0]
 
 
 # --- sample ---------------------------------------------------------------------------------------

@@ -249,17 +249,3 @@ def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Pat
     file.unlink()
     main(["evaluate", str(tmp_path / "own"), "--n", "4"])
     main(["doctor", str(tmp_path / "own")])
-
-
-@pytest.mark.slow
-def test_a_kl_to_another_model_teaches_without_a_reward(tmp_path: Path) -> None:
-    other = Transformer(ModelShape(360, 192, 1, 16, 2), seed=7)
-    other.load_state_dict({name: x * 4 for name, x in other.state_dict().items()})
-    other.save_pretrained(tmp_path / "other.safetensors")
-    settings = {"reference": str(tmp_path / "other.safetensors"), "kl_coef": 1.0, "kl": "k2"}
-    settings |= {"reward_weights": {"exact_fen": 0.0}, "max_steps": 60, "eval_every": 0}
-    trainer = make(tmp_path / "run", **settings)
-    kl = [trainer.one_step()["kl"] for _ in range(60)]
-    assert sum(kl[-10:]) < 0.7 * sum(kl[:10])
-    with pytest.raises(ConfigError):
-        make(tmp_path / "none", reference=settings["reference"])
