@@ -1,7 +1,6 @@
 """The chess tasks: self-play, files of games and of lines, and scores against the truth."""
 
 import gzip
-import hashlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,21 +35,6 @@ def everything(task: Task) -> tuple[list[Example], list[Example]]:
     return [task.train(i) for i in range(number)], held_out
 
 
-# --- self-play ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("seed", "digest"), [(0, "7877ca14836a5ed2"), (11, "e713a88188015ba6")])
-def test_the_examples_of_a_seed_never_change(seed: int, digest: str) -> None:
-    """Models that exist were trained on these, and are evaluated on these."""
-    task = load_task("chess-env", seed=seed)
-    made = hashlib.sha256()
-    for i in range(20):
-        for example in (task.train(i), task.held_out(i)):
-            parts = (example.prompt, example.answer, example.index, example.kind)
-            made.update(repr(parts).encode())
-    assert made.hexdigest()[:16] == digest
-
-
 def test_examples_are_true_legal_and_in_their_split() -> None:
     env = ChessEnv(1)
     train = [env.train(i) for i in range(300)]
@@ -68,8 +52,6 @@ def test_examples_are_true_legal_and_in_their_split() -> None:
     later = START.replace("0 1", "7 31")  # clocks do not matter
     assert position_is_held_out(START) == position_is_held_out(later)
 
-
-# --- chess-env scores -----------------------------------------------------------------------------
 
 QUIET = Example(f"A: {START}+e2e4+", f"{AFTER_E4} e3 0 1+0.001+0+0")
 
@@ -93,9 +75,6 @@ def test_parts_of_a_successor() -> None:
         parts = dict(ChessEnv(0).score(QUIET, str(text)))
         assert (parts.pop("similarity") == 1) == values[0]
         assert parts == dict(zip(names, values, strict=True)), text
-
-
-# --- files of games -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -129,9 +108,6 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games:
         assert (example.answer, example.kind) == transition(*parts_of(example))
     assert len(task.source.skipped) == 4  # type: ignore[attr-defined]
     assert max(map(len, task.questions or ())) == len({fen for fen, _ in trained})
-
-
-# --- files of lines -------------------------------------------------------------------------------
 
 
 GOOD_LINES = [
@@ -192,9 +168,6 @@ def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: 
     for example in [*train, *held_out]:
         assert position_is_held_out(position_of(example)) == (example in held_out)
         assert set(env.score(example, example.answer).values()) == {1.0}
-
-
-# --- examples -------------------------------------------------------------------------------------
 
 
 def advised(fen: str, evaluations: str) -> str:

@@ -146,9 +146,6 @@ def test_the_last_tags_count_else_the_last_line() -> None:
     assert {text: final_answer(text) for text in texts} == texts
 
 
-# --- problems -------------------------------------------------------------------------------------
-
-
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 100), min_size=2, max_size=6))
 def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> None:
@@ -192,9 +189,6 @@ def test_bad_lines_difficulties_and_forms_are_refused() -> None:
             Countdown(0, difficulty=text)
     with pytest.raises(ConfigError):
         Countdown(0, form="other")
-
-
-# --- with a calculator ----------------------------------------------------------------------------
 
 
 def said(text: Dialogue, role: str) -> list[str]:

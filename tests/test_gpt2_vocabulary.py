@@ -94,9 +94,6 @@ def test_without_a_network_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert "\n" not in str(error.value)
 
 
-# --- the vocabulary that OpenAI published ---------------------------------------------------------
-
-
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of vocab.bpe and encoder.json, which tiktoken fetches from there.

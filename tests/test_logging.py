@@ -121,9 +121,6 @@ def test_records_are_strict_json(record: dict[str, Any]) -> None:
         assert found == record
 
 
-# --- a full disk ----------------------------------------------------------------------------------
-
-
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """A disk that fills up: a write beyond this many bytes of a file fails, or takes a part."""
@@ -151,9 +148,6 @@ def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path)
     log.close()
     assert len(said) == 2  # of TensorBoard, and of the files
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 10]
-
-
-# --- samples --------------------------------------------------------------------------------------
 
 
 def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
@@ -199,9 +193,6 @@ def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> N
     assert second["sampled"]["good"] == 3.0 and "good" not in second["greedy"]
     assert first["example"] == samples.digest(greedy.examples[0]) != second["example"]
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4 and len(said) == 1
-
-
-# --- trackers -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["wandb", "trackio"])
@@ -255,9 +246,6 @@ def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker
         run_dir.open_log({"step": 0})
     RunDir(folder, config, dist, console, {}, None).open(pytest.fail)  # not locked
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-
-
-# --- the console ----------------------------------------------------------------------------------
 
 
 TALK = """

@@ -33,9 +33,6 @@ def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None
     assert result.attempted > 10 and not result.failed
 
 
-# --- the plain forward ----------------------------------------------------------------------------
-
-
 def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies `[P, G, S]`, one completion at a time."""
     logp = torch.zeros(c.completion_ids.shape, dtype=torch.float64)
@@ -115,9 +112,6 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     torch.testing.assert_close(model(tree)[0], model(plain)[0], rtol=1e-9, atol=1e-11)
 
 
-# --- what is run ----------------------------------------------------------------------------------
-
-
 def texts_of(c: Completions) -> list[tuple[int, ...]]:
     """The prompt's number and the tokens of each completion."""
     return [
@@ -153,9 +147,6 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
     assert sizes == [[1, 20], [21]]
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
     one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
@@ -165,9 +156,6 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     assert value.grad.item() == 512
     # rows of masks begin at multiples of eight, or CUDA's attention would copy it in every layer
     assert all(stride % 8 == 0 for mask in part.masks for stride in mask.stride()[:-1])
-
-
-# --- frozen models --------------------------------------------------------------------------------
 
 
 def make_frozen(model: Transformer) -> FrozenModel:
@@ -188,9 +176,6 @@ def test_a_frozen_model_has_the_naive_log_probs_within_its_context(model: Transf
     assert frozen.logp(longest, 1.0).shape == (1, 2, 36)
     with pytest.raises(ConfigError):
         frozen.logp(longer, 1.0)
-
-
-# --- log-probs ------------------------------------------------------------------------------------
 
 
 def test_chunks_under_autocast_sum_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """The page of `minigrpo report`: what it draws, and that nothing in a run can leave its place."""
 
+import html
 import io
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from .tiny import toml, write_jsonl
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}\ud800\x1b[2J"
 )
-VOID = {"meta", "link", "br", "img"}
 
 
 def sample(step: int, text: str, **more: Any) -> dict[str, Any]:
@@ -58,32 +57,6 @@ def page_of(*runs: Path) -> str:
     return out.read_text(encoding="utf-8")
 
 
-class Parsed(HTMLParser):
-    """The elements of a page; it fails on a tag that is not closed in its place."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def number_of(self, tag: str) -> int:
-        return sum(found == tag for found, _ in self.found)
-
-
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     said = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": "42 degrees"}]
     odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1}, dialogue=said)
@@ -93,13 +66,12 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})
     (run / "config.toml").write_text(toml(config))
-    page = Parsed(page_of(run))
-    assert page.number_of("svg") == 1
-    assert page.number_of("script") == page.number_of("img") == 0
-    assert not any(name.startswith("on") for _, attributes in page.found for name in attributes)
-    shown = "".join(page.text)
+    page = page_of(run)
+    assert page.count("<svg") == 1
+    assert not re.search(r"<script|<img|<[^>]* on\w+=", page)
+    shown = html.unescape(page)
     assert "</script><script>alert(1)</script>" in shown
-    assert "49" not in shown.partition("alert(2)")[2][:30]  # the template in the text is not run
+    assert "{{ 7 * 7 }}" in shown  # the template in the text is not run
     assert "a<b>&" in shown and "42 degrees" in shown
 
 
@@ -110,14 +82,11 @@ def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
     names = [f"rewards/{i}/mean" for i in range(3)]
     metrics = [{"step": i, **dict.fromkeys(names, i % 7)} for i in range(1, 5001)]
     write_jsonl(run / "metrics.jsonl", metrics)
-    html = page_of(run)
-    assert len(html) < 2e6
-    page = Parsed(html)
-    keys = ("src", "href", "xlink:href")
-    addresses = [x.get(key) or "" for _, x in page.found for key in keys]
-    assert not [x for x in addresses if x and not x.startswith(("#", "data:"))]
-    assert "@import" not in html and not re.search(r"url\((?!#)", html)
-    assert page.number_of("details") == MOST_SAMPLES
+    page = page_of(run)
+    assert len(page) < 2e6
+    assert not re.search(r'(src|href)="(?!#|data:|")', page)
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+    assert page.count("<details") == MOST_SAMPLES
 
 
 def made_up(steps: int, name: str = "a", **series: Any) -> Run:

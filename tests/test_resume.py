@@ -1,13 +1,13 @@
 """Real runs that are killed, stopped or fail, and go on with the bits of an undisturbed run.
 
-    python -m tests.test_resume FOLDER --kills 100
+    python -m tests.test_resume FOLDER 100 3
 
-forks processes that train, kills them at random moments and at chosen ones, and starts them again.
+forks processes that train, kills them 100 times, at random moments and at chosen ones, each run at
+most 3 times, and starts them again.
 A fork starts in milliseconds, because torch is imported; it is safe because the parent never runs a
 tensor operation.
 """
 
-import argparse
 import json
 import os
 import random
@@ -86,9 +86,6 @@ def result(folder: Path, run: Trainer) -> str:
     return json.dumps([bits(run), *(lines(folder, name) for name in names)])
 
 
-# --- the program ----------------------------------------------------------------------------------
-
-
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
     run = make(folder, resume="auto", **half_solved(folder.parent), dynamic_sampling=1)
@@ -151,31 +148,22 @@ def disturbed(folder: Path, rng: random.Random, place: str, kills: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--each", type=int, default=3, help="kills of one run")
-    arguments = parser.parse_args()
+    root, kills, each = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # imports what takes a second
-    calm = arguments.folder / "calm"
+    calm = root / "calm"
     assert os.waitpid(fork(calm), 0)[1] == 0, (calm / "errors").read_text()
     expected, rng, total, number = (calm / "result").read_text(), random.Random(0), 0, 0
-    while total < arguments.kills:
+    while total < kills:
         place = ("", *PLACES)[number % (len(PLACES) + 1)]
-        folder, number = arguments.folder / f"run_{number:03d}", number + 1
-        total += disturbed(folder, rng, place, min(arguments.each, arguments.kills - total))
+        folder, number = root / f"run_{number:03d}", number + 1
+        total += disturbed(folder, rng, place, min(each, kills - total))
         if (folder / "result").read_text() != expected:
             sys.exit(f"{place or 'at a random moment'}: {folder} differs from {calm}")
         shutil.rmtree(folder)
     print(f"{total} kills in {number} runs, no difference")
 
 
-# --- the tests ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "kills", ["--kills=3 --each=1", pytest.param("--kills=100", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kills", ["3 1", pytest.param("100 3", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_has_the_same_bits_and_logs(tmp_path: Path, kills: str) -> None:
     command = [sys.executable, "-m", "tests.test_resume", str(tmp_path), *kills.split()]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -46,9 +46,6 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys; from minigrpo.tools.cli import main; main(['--help']); "
     code += "main(['train', '--help']); sys.exit('torch' in sys.modules)"
@@ -121,9 +118,6 @@ def test_a_run_that_diverges_exits_with_code_1(monkeypatch: pytest.MonkeyPatch) 
     assert call("train") == 1
 
 
-# --- which settings -------------------------------------------------------------------------------
-
-
 def settings_of(*argv: object) -> Config:
     return config_of(*parse(ModelArguments, [str(word) for word in argv], "prog"))
 
@@ -137,9 +131,6 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     assert settings_of(finished_run, "--teacher", "runs/gone").loss.teacher == "runs/gone"
     found = settings_of("shipped", "--data", "x", "--task", "math")
     assert found == Config.of(task="math", eval_data="x", tokenizer="chess")
-
-
-# --- evaluate -------------------------------------------------------------------------------------
 
 
 def test_evaluate_has_the_numbers_of_training(finished_run: Path, tmp_path: Path) -> None:
@@ -164,9 +155,6 @@ def test_evaluate_takes_the_whole_file_of_data(finished_run: Path, tmp_path: Pat
     assert json.loads(out.read_text())["measures"]["n"]["value"] == 30
 
 
-# --- sample ---------------------------------------------------------------------------------------
-
-
 def test_a_prompt_is_a_message_unless_raw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,9 +166,6 @@ def test_a_prompt_is_a_message_unless_raw(
         shown.append(capsys.readouterr().out)
     assert shown[0] != shown[1]  # with and without the template
     assert shown[2] != shown[0] == shown[3]  # a sample, unless --top-k leaves one token
-
-
-# --- export ---------------------------------------------------------------------------------------
 
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:
