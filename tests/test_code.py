@@ -8,18 +8,12 @@ import pytest
 
 from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.base import load_task
-from minigrpo.tasks.code import HIDDEN, KINDS, SHOWN, Code, code_of
+from minigrpo.tasks.code import HIDDEN, SHOWN, Code, code_of
 from minigrpo.types import ConfigError, Example
 
 from .tiny import write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
-
-# the first example of each split, seed 0, as when the shipped model was trained
-GOLDEN = [
-    ("f(0)=92 f(100)=892\ndef f(x):", " return 92+1*x"),
-    ("f(0)=65 f(100)=765\ndef f(x):", " return 65+7*x*x"),
-]
 
 
 def problem(number: int, **others: Any) -> dict[str, Any]:
@@ -117,14 +111,6 @@ def test_a_setup_and_imports_run_before_the_tests() -> None:
     }
     code = "class Node:\n  def __init__(self, x): self.x = x\ndef half(node): return node.x / 2"
     assert Code(0).score(Example("?", code, fields=fields), code)["passed"] == 1
-
-
-def test_one_liners_are_those_that_the_shipped_model_was_trained_on() -> None:
-    task = Code(0)
-    for get, golden in zip((task.train, task.held_out), GOLDEN, strict=True):
-        examples = [get(number) for number in range(60)]
-        assert {x.kind for x in examples} == set(KINDS)
-        assert (examples[0].prompt, examples[0].answer) == golden
 
 
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:

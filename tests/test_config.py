@@ -154,24 +154,6 @@ def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.M
     assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"overlong": "punish"},
-        {"kl": "k1_reward", "kl_coef": 0.1},
-        {"reward_weights": {"right": 1, "long": -0.5}},
-    ],
-    ids=str,
-)
-def test_rewards_below_zero_are_not_divided_by_their_mean(settings: dict[str, Any]) -> None:
-    for by_mean in ({"loss": "maxrl"}, {"scale": "mean"}):
-        with pytest.raises(ConfigError):
-            Config.of(**by_mean, **settings)
-    Config.of(loss="maxrl", scale="group", **settings)
-    Config.of(loss="maxrl", aggregate="normalize-then-sum", **settings)
-    Config.of(loss="maxrl", kl="k1_reward")
-
-
 def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny.tiny_chess_model(tmp_path / "model")

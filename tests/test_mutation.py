@@ -151,9 +151,7 @@ def outcome(read: Read, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_damaged_input_is_valid_or_one_line(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_damage_is_told_in_one_line(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     make, file, read = INPUTS[name]
     folder = tmp_path_factory.mktemp("input")
     make(folder)

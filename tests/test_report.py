@@ -120,9 +120,7 @@ def test_several_runs_share_each_figure_and_shares_have_wilsons_intervals(tmp_pa
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
 
 
-def test_without_matplotlib_it_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_it_exits_by_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "a", [1, 0])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert call("report", run, "--out", tmp_path / "page.html") == 2

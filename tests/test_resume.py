@@ -224,9 +224,7 @@ def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None
     assert json.loads((tmp_path / "huge" / "summary.json").read_text())["status"] != "finished"
 
 
-def test_out_of_memory_halves_micro_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_halves_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = make(tmp_path / "small", micro_batch_size=1, kl_coef=0)
     small.fit()
     run = make(tmp_path / "run", micro_batch_size=0, kl_coef=0)

@@ -169,9 +169,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
         ([0.5, 0.25, 0.25], {"top_p": 0.5}, [0]),  # the mass just reaches top_p
     ],
 )
-def test_tokens_of_equal_probability_are_kept(
-    p: list[float], params: dict[str, Any], kept: list[int]
-) -> None:
+def test_tied_tokens_are_kept(p: list[float], params: dict[str, Any], kept: list[int]) -> None:
     logp = torch.tensor(p, dtype=torch.float64).log()
     left = truncate(logp, SamplingConfig(**params))
     assert left.isfinite().nonzero()[:, 0].tolist() == kept

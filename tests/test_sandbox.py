@@ -207,9 +207,7 @@ def test_code_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_code_without_an_end_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_code_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
     for code in ENDLESS.values():
         check_hostile(code, tmp_path, timeout_s=0.3)

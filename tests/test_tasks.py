@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
 SUMS = str(ROOT / "examples" / "sums.jsonl")
 EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in ("calibration", "rlt")}
-GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym", "guess"}
+GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym"}
 
 
 class Capitals(Task):
@@ -38,16 +38,12 @@ class Capitals(Task):
 
     def train(self, number: int) -> Example:
         messages = [{"role": "user", "content": "France?"}]
-        return Example("", self.city, messages=messages, fields={"left": [self.city]})
+        return Example("", self.city, messages=messages)
 
     held_out = train
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        left = example.fields["left"]
-        right = text in left
-        if right:
-            left.remove(text)
-        return {"right": float(right)}
+        return {"right": float(text == self.city)}
 
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
         return {"sum": parts["right"].sum()}
@@ -56,7 +52,7 @@ class Capitals(Task):
 def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
     """Golden: made at d29bab8."""
     answers_of = golden("tasks")
-    assert len(answers_of) == 8
+    assert len(answers_of) == 11
     for key, expected in answers_of.items():
         name, seed, _ = key.split("/")
         source = {"countdown": "examples/countdown_sft.py", **EXAMPLES}.get(name, name)

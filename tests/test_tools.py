@@ -155,9 +155,7 @@ def test_evaluate_takes_the_whole_file_of_data(finished_run: Path, tmp_path: Pat
     assert json.loads(out.read_text())["measures"]["n"]["value"] == 30
 
 
-def test_a_prompt_is_a_message_unless_raw(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_is_a_message_or_raw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.tiny_chat_model(tmp_path / "chat")
     shown = []
     for more in (("--n", 0), ("--n", 0, "--raw"), ("--temperature", 9), ("--top-k", 1)):
