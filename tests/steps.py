@@ -119,9 +119,6 @@ def bits(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-# --- two processes --------------------------------------------------------------------------------
-
-
 def join(rank: int, port: int) -> DistContext:
     """Meet the other one of two processes."""
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -131,9 +131,7 @@ def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argv", [["a", "nowhere"], ["a", "."], ["a", "b", "--plot", "a/metrics.jsonl"]]
 )
-def test_misuse_ends_with_code_2_and_writes_nothing(
-    tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misuse_is_code_2(tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     a, _ = (write_run(tmp_path / name, [1, 0]) for name in "ab")
     monkeypatch.chdir(tmp_path)
     before = (a / "metrics.jsonl").read_bytes()

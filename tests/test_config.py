@@ -91,9 +91,7 @@ settings = st.fixed_dictionaries(
 
 
 @given(settings)
-def test_a_written_config_is_read_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]
-) -> None:
+def test_toml_round_trips(tmp_path_factory: pytest.TempPathFactory, given: dict[str, Any]) -> None:
     config = Config.of(**given)
     file = tmp_path_factory.mktemp("written") / "config.toml"
     file.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)))

@@ -60,9 +60,7 @@ def test_bad_steps_in_a_row_halve_the_learning_rate_and_then_stop() -> None:
         (SCALE_FLOOR, SCALE_FLOOR / 2, 1.0, False),
     ],
 )
-def test_an_overflow_is_no_bad_step_while_the_scale_can_fall(
-    before: float, after: float, loss: float, excused: bool
-) -> None:
+def test_overflow_is_no_bad_step(before: float, after: float, loss: float, excused: bool) -> None:
     scaler, guard = MagicMock(), NonFiniteGuard()
     scaler.get_scale.side_effect = [before, after, after]
     assert guard.update_scale(scaler, torch.tensor(loss)) == excused

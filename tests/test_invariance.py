@@ -20,16 +20,6 @@ from torch import Tensor
 from minigrpo import losses
 from minigrpo.config import Config
 from minigrpo.learner import Learner
-from minigrpo.losses import (
-    LossInputs,
-    LossNormalizer,
-    LossSpec,
-    constant,
-    loss_spec,
-    per_token,
-    policy_loss,
-    sampler_weights,
-)
 from minigrpo.model import logprobs, lora
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer, compiled_part
@@ -152,7 +142,7 @@ def make_learner(
         gradient_checkpointing=bool(way.gradient_checkpointing),
         **{**given, **changes},
     )
-    return make_learner_of(config, model, loss_spec(way.loss), dist)
+    return make_learner_of(config, model, losses.loss_spec(way.loss), dist)
 
 
 def trained_gradients(model: Transformer) -> list[Tensor]:
@@ -179,8 +169,10 @@ def formula(way: Way) -> list[Tensor]:
     if batch.teacher_logp is not None and advantages is not None:
         advantages = advantages[..., None] + coef * (batch.teacher_logp - old)
     if row := given.get("sampler_correction"):
-        weights = sampler_weights(row, given["sampler_cap"], old, completions.sampler_logp, mask)
-    loss, _ = policy_loss(
+        weights = losses.sampler_weights(
+            row, given["sampler_cap"], old, completions.sampler_logp, mask
+        )
+    loss, _ = losses.policy_loss(
         logp,
         batch.old_logp,
         advantages,
@@ -188,7 +180,7 @@ def formula(way: Way) -> list[Tensor]:
         loss=way.loss,
         kl=given.get("kl", "k3"),
         kl_coef=given.get("kl_coef", 0.0),
-        normalizer=LossNormalizer.of(mask, LENGTH),
+        normalizer=losses.LossNormalizer.of(mask, LENGTH),
         ref_logp=batch.ref_logp,
         token_weights=weights,
         added=-given.get("entropy_coef", 0.0) * entropy,
@@ -303,20 +295,20 @@ def test_groups_without_variance_are_left_out_where_they_have_no_gradient(kl_coe
     assert len(learner.prompts_with_gradient(none)) == 1
 
 
-def regularised(inputs: LossInputs) -> Tensor:
+def regularised(inputs: losses.LossInputs) -> Tensor:
     return -inputs.ratio * inputs.advantages + 0.1 * inputs.logp
 
 
-@pytest.mark.parametrize("weights", [per_token, constant])
+@pytest.mark.parametrize("weights", [losses.per_token, losses.constant])
 def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weights: Any) -> None:
     model, batch = make_model(Way("grpo")), make_batch(Way("maxrl"))
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
     mask, packed = batch.completions.completion_mask, pack(batch.completions)
     model.zero_grad()
-    scale = weights(mask.double(), LossNormalizer.of(mask, 96))
+    scale = weights(mask.double(), losses.LossNormalizer.of(mask, 96))
     (0.1 * scale * model(packed).logp).sum().backward()
     expected = trained_gradients(model)
-    spec = LossSpec(surrogate=regularised, weights=weights)
+    spec = losses.LossSpec(surrogate=regularised, weights=weights)
     learner = make_learner_of(Config.of(model="scratch"), model, spec)
     learner.gradient(*learner.prepare(batch))
     assert_same(trained_gradients(model), expected)

@@ -255,9 +255,6 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
         torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-4)
 
 
-# --- adapters as a start --------------------------------------------------------------------------
-
-
 def parts_of(folder: Path, vocab: int = VOCAB, **settings: Any) -> Parts:
     parts: Any = Parts(Config.of(model=str(folder), **settings))
     parts.tokenizer = SimpleNamespace(n_vocab=vocab, name="", fingerprint="")
@@ -293,9 +290,7 @@ def test_adapters_are_merged_unless_they_are_asked_for(start: Path, kind: dict[s
 
 @pytest.mark.parametrize("stored", [{"bfloat16": torch.bfloat16}, {"nf4": torch.uint8}], ids=str)
 @pytest.mark.parametrize("alpha", [4, 5], ids=["kept", "new"])
-def test_adapters_are_float32_beside_a_base_of_lower_precision(
-    start: Path, stored: dict[str, torch.dtype], alpha: float
-) -> None:
+def test_adapters_are_in_float32(start: Path, stored: dict[str, torch.dtype], alpha: float) -> None:
     ((name, dtype),) = stored.items()
     model = parts_of(start, lora_rank=2, lora_alpha=alpha, base_dtype=name).model
     kinds = {name: x.dtype for name, x in model.h.named_parameters() if x.dim() > 1}

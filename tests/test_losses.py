@@ -406,12 +406,6 @@ def test_what_is_not_finite_never_gives_a_finite_loss(name: str) -> None:
         assert value.isnan(), loss
 
 
-def test_only_nll_does_without_advantages() -> None:
-    for loss in LOSSES:
-        value, _ = policy_loss(TWO, None, None, TWO == 0, loss=loss)
-        assert value.isnan() == (loss != "nll")
-
-
 def test_large_rewards_keep_their_differences() -> None:
     small = torch.tensor([[0.0, 1.0, 2.0, 5.0]], dtype=torch.float64)
     for scale in ("group", "batch", "none"):

@@ -88,7 +88,8 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    run = make(folder, resume="auto", **half_solved(folder.parent), dynamic_sampling=1)
+    more = {"dynamic_sampling": 1, "teacher": "initial", "teacher_context": "answer"}
+    run = make(folder, resume="auto", **half_solved(folder.parent), **more)
     run.fit()
     metrics = lines(folder, "metrics.jsonl")
     assert any(line["frac_reward_zero_std/drawn"] for line in metrics)  # some were replaced

@@ -11,9 +11,8 @@ from minigrpo import Trainer, Transformer
 from minigrpo.model.encoding import encode_prompt, to_completions
 from minigrpo.types import ConfigError, Example
 
-from .steps import make_trainer, tiny_trainer
+from .steps import make_trainer
 from .test_packing import naive
-from .test_resume import bits, lines
 from .tiny import tiny_chat_model, tiny_chess_model, write_jsonl
 
 SUMS = str(Path(__file__).parents[1] / "examples" / "sums.jsonl")
@@ -84,20 +83,6 @@ def test_a_student_nears_its_teacher_without_rewards_and_groups(tmp_path: Path) 
     found = [run.one_step() for _ in range(30)]
     assert all(step["reward_std"] == 0 for step in found)
     assert sum(x["teacher_kl"] for x in found[-5:]) < 0.8 * sum(x["teacher_kl"] for x in found[:5])
-
-
-def test_a_resume_has_the_same_teacher(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"task": "prompts", "data": SUMS, "teacher_context": "answer"}
-    options |= {"max_steps": 6, "save_every": 1, "seed": 3}
-    for teacher in ("self", "initial"):
-        whole, parted = tmp_path / teacher, tmp_path / f"{teacher}-2"
-        calm = tiny_trainer(whole, teacher=teacher, **options)
-        calm.fit()
-        tiny_trainer(parted, teacher=teacher, stop_after=3, **options).fit()
-        again = tiny_trainer(parted, teacher=teacher, resume="auto", **options)
-        again.fit()
-        assert bits(again) == bits(calm)
-        assert lines(parted, "metrics.jsonl") == lines(whole, "metrics.jsonl")
 
 
 @pytest.mark.parametrize(

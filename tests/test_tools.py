@@ -65,11 +65,6 @@ def test_the_help_of_a_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -
     assert all(f"--{name.replace('_', '-')}" in every for name in places())
 
 
-def test_every_command_has_help() -> None:
-    commands = [name for name in cli.COMMANDS if name != "benchmark"]
-    assert [call(command, "--help") for command in commands] == [0] * len(commands)
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

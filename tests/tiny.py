@@ -142,9 +142,6 @@ def starts_with(token: str, number: int) -> dict[str, Any]:
     }
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 def tiny_chat_model(folder: Path, context: int = 160) -> Path:
     """Write a Qwen2 of one layer with its tokenizer and chat template."""
     from minigrpo import Transformer
@@ -192,8 +189,6 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings as a command's arguments."""
     return [x for name, v in settings.items() for x in ("--" + name.replace("_", "-"), str(v))]
 
-
-# --- golden values --------------------------------------------------------------------------------
 
 GOLDEN = Path(__file__).parent / "golden"
 
