@@ -1,4 +1,4 @@
-"""Draw how many numbers are still possible after each guess of `--task guess`, beside halving.
+"""Draw how many numbers are still possible after each guess of `--config guess`, beside halving.
 
     python examples/guess_figure.py runs/guess-0 runs/guess-1 --out docs/guess.png
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import matplotlib.figure
 import numpy as np
 import tyro
+from guess import GUESSES, NUMBERS
 
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
-from minigrpo.tasks.guess import GUESSES, NUMBERS
 from minigrpo.tools.common import ModelArguments, config_of, open_parts
 
 
@@ -53,7 +53,9 @@ def halving(secret: int) -> list[int]:
 
 def sampled(model: str) -> np.ndarray:
     """The mean of `possible` over sampled games, `[GUESSES + 1]`."""
-    config = config_of(ModelArguments(run=model), {"task": "guess"})
+    task = str(Path(__file__).with_name("guess.py"))
+    given = {"task": task, "tokenizer": "dialogue", "max_new_tokens": 20}
+    config = config_of(ModelArguments(run=model), given)
     parts = open_parts(config, Console())
     examples = held_out(parts.task, 16 * len(NUMBERS))
     games = grade(parts.sampler, parts.scorer, examples, 1).texts
@@ -68,7 +70,7 @@ def sampled(model: str) -> np.ndarray:
 def main(runs: tyro.conf.Positional[tuple[str, ...]], out: Path = Path("guess.png")) -> None:
     figure = matplotlib.figure.Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot(sampled("shipped"), "o--", color="gray", label="before")
+    axes.plot(sampled("minigrpo/assets/guess.safetensors"), "o--", color="gray", label="before")
     for number, run in enumerate(runs):
         axes.plot(sampled(run), "-", color="C0", label="" if number else f"after, {len(runs)} runs")
     halved = [possible(secret, halving(secret)) for secret in map(int, NUMBERS)]

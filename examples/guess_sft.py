@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from guess import GUESSES, NUMBERS, PROMPT, Game, Guess
+
 from minigrpo.runtime.rng import stream
-from minigrpo.tasks.guess import GUESSES, NUMBERS, PROMPT, Game, Guess
 from minigrpo.types import Example
 
 

@@ -5,11 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from examples.guess import GUESSES, NUMBERS, Game, Guess
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
 from minigrpo.run.console import Console
-from minigrpo.tasks.base import load_task
-from minigrpo.tasks.guess import GUESSES, NUMBERS, Game
 from minigrpo.tools.common import open_parts
 
 
@@ -47,7 +46,7 @@ def test_a_game_ends_with_what_is_no_number_or_with_the_last_guess() -> None:
 
 
 def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
-    task, again, other = (load_task("guess", seed=seed) for seed in (3, 3, 4))
+    task, again, other = (Guess(seed) for seed in (3, 3, 4))
     for number in (0, 31 * 7):
         secrets = [task.train(number + i).answer for i in range(31)]
         assert Counter(secrets) == Counter(NUMBERS)
@@ -57,7 +56,7 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed() -> None:
 
 
 def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
-    parts = open_parts(Config.of(task="guess"), Console())
+    parts = open_parts(Config.from_toml("guess"), Console())
     games = grade(parts.sampler, parts.scorer, held_out(parts.task, 62), 4)
     assert 0.1 < games.right.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
     for example, texts in zip(games.examples, games.texts, strict=True):

@@ -5,13 +5,14 @@
 `<` says that the secret is smaller than the guess, and `>` that it is larger. Always halving what
 is left finds each number by the fifth guess at the latest, and by 4.16 guesses on average. Nobody
 shows that to the model.
+
+    minigrpo train --config guess
 """
 
 from dataclasses import replace
 
-from ..runtime.rng import stream
-from ..task import Task
-from ..types import Example
+from minigrpo import Example, Task
+from minigrpo.runtime.rng import stream
 
 PROMPT = "0-30: "
 NUMBERS = [*map(str, range(31))]
