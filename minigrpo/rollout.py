@@ -57,12 +57,6 @@ class RolloutBatches:
     dist: DistContext
     timer: PhaseTimer
 
-    @property
-    def scale(self) -> str:
-        """What divides advantages."""
-        given = self.config.loss.scale
-        return self.loss.scale if given == "auto" else given
-
     def batch(self, step: int) -> RolloutBatch:
         """This process's share: a pure function of the config, the step and the weights."""
         sampling = self.config.sampling
@@ -139,7 +133,7 @@ class RolloutBatches:
         total = torch.from_numpy(np.nan_to_num(batch.rewards.total))  # float64
         if total.shape[1] == 1:
             return torch.zeros(total.shape)  # nothing to compare with: the signal is a teacher's
-        scale = self.scale
+        scale = self.loss.scale if settings.scale == "auto" else settings.scale
         if settings.aggregate == "normalize-then-sum":
             total = decoupled(batch.rewards.parts, self.scorer.weights)
             scale = "batch"
