@@ -12,14 +12,8 @@ from rich.console import Console
 
 from minigrpo.types import ConfigError
 
-BENCHMARKS = {
-    "steps": "steps:Steps",
-    "memory": "memory:Memory",
-    "rewards": "rewards:Rewards",
-    "peers": "peers:Peers",
-    "scaling": "scaling:Scaling",
-    "gpu": "gpu:Gpu",
-}
+# each a module, with a class of the name that begins with a capital
+BENCHMARKS = ("steps", "memory", "rewards", "peers", "scaling", "gpu")
 
 
 def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
@@ -31,10 +25,9 @@ def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         raise ConfigError(f"{prog}: NAME must be one of {', '.join(BENCHMARKS)}, got {name}")
-    module, kind = BENCHMARKS[name].split(":")
     # an installed package has this folder under another name
     benchmark: Any = tyro.cli(
-        getattr(import_module(f".{module}", __package__), kind),
+        getattr(import_module(f".{name}", __package__), name.title()),
         args=list(rest),
         prog=f"{prog} {name}",
         config=(tyro.conf.OmitArgPrefixes,),

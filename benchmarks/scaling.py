@@ -27,6 +27,7 @@ COLUMNS: tuple[Column, ...] = (
     ("rollout", "rollout", number("{:.3f}")),
     ("update", "update", number("{:.3f}")),
     ("efficiency", "efficiency", number("{:.2f}")),
+    ("s/step expected of as many cards", "expected", str),
 )
 
 
@@ -50,7 +51,9 @@ class Scaling(Outputs):
                 row[name] = median(step.get(f"time/{name}", 0.0) for step in steps)
             first = rows[0] if rows else row
             alone = first["seconds"] * first["processes"]
-            rows.append(row | {"efficiency": alone / (n * seconds.middle)})
+            row["efficiency"] = alone / (n * seconds.middle)
+            row["expected"] = expected(first, n)
+            rows.append(row)
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         table = show(console, f"{device}; one thread per process", rows, COLUMNS)
         return {"device": device, "rows": rows, "tables": [table]}
@@ -67,3 +70,14 @@ class Scaling(Outputs):
             subprocess.run(words, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
             lines = (run / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines[3:]]  # the first ones warm up
+
+
+def expected(alone: dict[str, Any], cards: int) -> str:
+    """Seconds per step, from those of one process with a core or a card of its own.
+
+    Everything is shared out; or all but the rollout, because a round of decoding reads all weights,
+    however few prompts a card has. The exchange of gradients runs beside the backward pass.
+    """
+    rollout, seconds = alone["rollout"], alone["seconds"]
+    slowest = rollout + (seconds - rollout) / cards
+    return f"{seconds / cards:.2f}-{slowest:.2f}" if cards > 1 else ""

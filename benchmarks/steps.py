@@ -23,12 +23,6 @@ from .measure import Column, Median, device_name, gain, number, show
 from .work import FROZEN_LR, Step, Work, WorkFlags, allocated, peak_of
 
 GRPO_PY = "grpo.py"
-SWITCHES = (
-    *("fused_optimizer", "parallel_rewards", "use_amp", "use_tf32", "compile_model"),
-    *("gradient_checkpointing", "offload_reference"),
-)
-# every speed layer off, regardless of defaults and config
-PLAIN = {"packing": "repeated", "num_speculative_tokens": 0, **dict.fromkeys(SWITCHES, False)}
 # name of a row -> the flags that it adds to those of the rows above it
 LAYERS: dict[str, dict[str, Any]] = {
     GRPO_PY: {},
@@ -37,9 +31,19 @@ LAYERS: dict[str, dict[str, Any]] = {
     "fused AdamW": {"fused_optimizer": True},
     "prefix-tree packing": {"packing": "prefix-tree"},
     "speculative decoding": {"num_speculative_tokens": 4},
-    # the last one, so that the others sample the same completions as grpo.py
+    # from here on, rows may sample other completions than grpo.py
     "bfloat16 autocast": {"use_amp": True},
+    "TF32": {"use_tf32": True},
+    "CUDA graphs of rounds": {"cuda_graphs": True},
+    "torch.compile": {"compile_model": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "offloaded reference": {"offload_reference": True},
+    "one prompt at a time": {"micro_batch_size": 1},
 }
+SWITCHES = {name for flags in LAYERS.values() for name, x in flags.items() if x is True}
+# every speed layer off, regardless of defaults and config
+PLAIN = {"packing": "repeated", "num_speculative_tokens": 0, **dict.fromkeys(SWITCHES, False)}
+ONLY_ON_CUDA = ("TF32", "CUDA graphs of rounds", "torch.compile")
 PHASES = ("rollout", "reward", "reference", "update")
 COLUMNS: tuple[Column, ...] = (
     ("", "name", str),
@@ -89,7 +93,7 @@ class Steps(WorkFlags):
     def run(self, console: Console) -> dict[str, Any]:
         work = Work.of(self)
         title = f"{device_name(work.device)}: {work.describe()}"
-        rows = rows_of_layers()
+        rows = rows_on(work.device.type)
         # a GPU has no room for the models of all rows, so there they run one after the other
         groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
         baseline: Baseline | None = None
@@ -114,13 +118,14 @@ class Steps(WorkFlags):
         return {"device": device_name(work.device), "rows": records, "tables": [table]}
 
 
-def rows_of_layers() -> list[Row]:
-    """Every layer on top of the layers above it."""
+def rows_on(kind: str) -> list[Row]:
+    """Every layer of a kind of device, on top of the layers above it."""
     rows = list[Row]()
     flags = PLAIN
     for name, added in LAYERS.items():
-        flags = {**flags, **added}
-        rows.append(Row(name, flags))
+        if kind == "cuda" or name not in ONLY_ON_CUDA:
+            flags = {**flags, **added}
+            rows.append(Row(name, flags))
     return rows
 
 

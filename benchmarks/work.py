@@ -121,8 +121,7 @@ class WorkFlags(Outputs):
     def sizes(self) -> dict[str, Any]:
         """The sizes that were given."""
         names = ("model", "prompts_per_step", "group_size", "max_new_tokens")
-        sizes = {name: getattr(self, name) for name in names}
-        return {name: size for name, size in sizes.items() if size is not None}
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)

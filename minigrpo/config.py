@@ -224,6 +224,8 @@ class SpeedConfig(Group):
     """TF32 matrix products on CUDA."""
     compile_model: bool = False
     """torch.compile the training blocks, except attention; needs a C or C++ compiler."""
+    cuda_graphs: bool = False
+    """Decode by CUDA graphs: a round is launched at once, not kernel by kernel."""
     packing: Literal["repeated", "prefix-tree"] = "prefix-tree"
     """The update runs each distinct prefix once; repeated: every completion in full."""
     num_speculative_tokens: int = Field(4, ge=0)

@@ -70,10 +70,13 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that fit a published model, by flat name, to those that are given."""
     has_adapters = bool(given.get("lora_rank"))
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
+    device = given.get("device", "auto")
+    if has_cuda(device):
+        settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
         of_all, of_adapters = 5e-6, 5e-5
         settings |= MEMORY_SAVING
-        if has_bfloat16(given.get("device", "auto")):
+        if has_bfloat16(device):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
         of_all, of_adapters = 3e-5, 3e-4
@@ -87,18 +90,24 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def has_bfloat16(device: str) -> bool:
-    """Whether --device stands for a CUDA device that computes in bfloat16."""
+def has_cuda(device: str) -> bool:
+    """Whether --device stands for a CUDA device."""
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether it stands for one that computes in bfloat16."""
+    import torch
+
+    return has_cuda(device) and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 # all settings that a task or a model may bring
 BROUGHT = {name for row in TASKS.values() for name in row.small}
-BROUGHT |= {*ALL, *MEMORY_SAVING, "max_new_tokens", "learning_rate", "use_amp", "base_dtype"}
+BROUGHT |= {*ALL, *MEMORY_SAVING, "max_new_tokens", "learning_rate", "base_dtype"}
+BROUGHT |= {"use_amp", "cuda_graphs"}
 
 
 def defaults_for(given: Mapping[str, Any], size: Size | None = None) -> dict[str, tuple[Any, str]]:

@@ -256,9 +256,10 @@ class Learner:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         self.steps_done = state["step"]
         load_trained(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:  # a resume may change the flag
-            group["fused"] = self.config.speed.fused_optimizer
+        # a resume may change the flag, which decides on which device the step counts are
+        fused = {"fused": self.config.speed.fused_optimizer}
+        groups = [{**group, **fused} for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         self.guard.load(state["guard"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

@@ -26,13 +26,13 @@ from .run import samples
 from .run.console import Console
 from .run.logging import RunLog
 from .run.run_dir import RunDir, choose_folder
-from .runtime.device import PhaseTimer, peak_memory_mib, pick_device, profiler, set_up_process
+from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
-from .types import digest
+from .types import ConfigError, digest
 
 MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
@@ -67,6 +67,8 @@ class Trainer:
         # all processes take the main one's, so that names mean the same to all
         self.config = self.dist.on_main(lambda: resolve(config, given))
         self.device = pick_device(self.config.speed.device, self.dist.local_rank)
+        if self.config.speed.cuda_graphs and self.device.type != "cuda":
+            raise ConfigError("--cuda-graphs needs a CUDA device")
         set_up_process(self.config.speed, self.device)
 
         self.parts = Parts(self.config, self.device, self.console, given, folder)
@@ -189,8 +191,8 @@ class Trainer:
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
         metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
-        peak = torch.tensor(peak_memory_mib(self.device))
-        metrics["memory/peak_mib"] = float(self.dist.max(peak))
+        for name, mib in memory_mib(self.device).items():
+            metrics[f"memory/{name}_mib"] = float(self.dist.max(torch.tensor(mib)))
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
         log.step(step + 1, metrics)

@@ -1,7 +1,11 @@
-"""The job that a benchmark measures."""
+"""The job that a benchmark measures, and the script for a GPU."""
 
+import json
 from pathlib import Path
 
+import pytest
+
+from benchmarks.cli import main
 from benchmarks.work import Work, WorkFlags
 
 
@@ -20,3 +24,12 @@ def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
     shape = work.model.shape
     assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 85)
     assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 80 and work.forced
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    main(["gpu", "--dry", "--lines", str(lines)])
+    steps = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(steps) == 12 and not [step for step in steps if {"error", "skipped"} & step.keys()]
+    assert steps[-1]["step"] == "tests" and steps[-1]["exit_code"] == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minigrpo import defaults
 from minigrpo.config import TRL_WORDS, Config, hint, places, read_pairs
-from minigrpo.defaults import TASKS, Size
+from minigrpo.defaults import TASKS, Size, settings_for
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.common import ModelArguments, parse
 from minigrpo.types import ConfigError
@@ -56,6 +56,22 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     for bad in ("nowhere/at-all", str(tmp_path / "none"), str(run)):
         with pytest.raises(ConfigError):  # with the learning rate of small models it would break
             Config.of(model=bad)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
+    def fit(millions: int, **how: Any) -> dict[str, Any]:
+        given = {"lora_rank": 4 * lora, "device": "cpu", **how}
+        return settings_for(Size(millions * 10**6, 32_768), given)
+
+    assert "learning_rate" not in fit(49)
+    rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
+    assert rates == ([3e-4, 3e-4, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
+    assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
+    assert not {"use_amp", "cuda_graphs"} & fit(500).keys() and fit(500)["gradient_checkpointing"]
+    assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
+    for millions in (1, 100, 500, 7000):
+        Config.of(**fit(millions))
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:

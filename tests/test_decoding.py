@@ -13,7 +13,7 @@ from torch import Tensor
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import decoder as decoding
-from minigrpo.sampling.decoder import Decoder
+from minigrpo.sampling.decoder import Decoder, Room
 from minigrpo.sampling.generate import assign_slots
 from minigrpo.sampling.pick import propose
 from minigrpo.types import Completions
@@ -51,7 +51,8 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
 ) -> None:
     """Slots at different columns, several tokens at once, some of which are rejected."""
     rng, model = np.random.default_rng(seed), Transformer(SHAPES[shape], seed=1).double()
-    decoder, most = Decoder(model), 60
+    most = 60
+    decoder = Decoder(model, Room(21, 7, most, most, columns=21), few_sizes=bool(seed % 2))
     slots: list[list[int]] = []  # the whole text of each slot that the decoder has run
     starts: list[int] = []  # how long its prompt is
 
@@ -64,7 +65,7 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
         kind = rng.choice(["enter", "step", "step", "reorder"]) if slots else "enter"
         if kind == "enter":
             new = make_completions(int(rng.integers(100)), prompts=int(rng.integers(1, 4)))
-            logits = decoder.prefill(new.prompt_ids, new.prompt_len, most)
+            logits = decoder.prefill(new.prompt_ids, new.prompt_len)
             texts = [
                 ids[:n].tolist() for ids, n in zip(new.prompt_ids, new.prompt_len, strict=True)
             ]
@@ -74,47 +75,49 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
             width = int(rng.integers(1, 4))
             tokens = rng.integers(0, VOCAB, (len(slots), width)).tolist()
             columns = [len(text) - start for text, start in zip(slots, starts, strict=True)]
-            logits = decoder.step(torch.tensor(tokens), torch.tensor(columns), max(columns) + width)
+            padding = decoder.pad_to(len(slots)) - len(slots)
+            usable = decoder.use_columns(max(columns) + width)
+            logits = decoder.step(
+                torch.tensor(tokens + padding * [width * [0]]),
+                torch.tensor(columns + padding * [0]),
+                usable,
+            )[: len(slots)]
             texts = [text + more for text, more in zip(slots, tokens, strict=True)]
             check(logits, texts)
             dropped = rng.integers(0, width, len(slots))  # rejected tokens are overwritten later
             slots = [text[: len(text) - n] for text, n in zip(texts, dropped, strict=True)]
         else:
             kept = np.flatnonzero(rng.random(len(slots)) < 0.7)
-            copies = np.repeat(kept, rng.integers(1, 4, len(kept)))[:most]
+            copies = np.repeat(kept, rng.integers(1, 4, len(kept)))[: most - 9]
             sources, _, _ = assign_slots(copies, np.arange(len(copies)), np.zeros_like(copies))
-            decoder.reorder(sources, most)
+            decoder.reorder(sources)
             slots, starts = [slots[i] for i in sources], [starts[i] for i in sources]
         assert len(decoder.prompt_len) == len(np.unique(decoder.prompt_of_slot))
 
 
-def test_a_prompt_is_stored_once_and_the_cache_follows_what_is_used(
+def test_caches_stay_in_one_place_and_hold_what_runs(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "BLOCK", 3)
-    sizes, step = list[tuple[int, int, int]](), Decoder.step
+    sizes, step = list[tuple[int, ...]](), Decoder.step
 
     def watched(self: Decoder, *args: Any) -> Tensor:
-        logits = step(self, *args)
-        assert all(x.shape == self.own_kv[0].shape for x in self.own_kv)
-        assert len(self.prompt_kv) == len(self.own_kv) == model.shape.layers
-        rows, columns = self.own_kv[0].shape[1::2]
-        assert len(self.prompt_of_slot) <= rows and args[2] <= columns <= LENGTH + 3
-        assert self.prompt_kv[0].shape[3] == self.prompt_len.max()
-        sizes.append((self.prompt_kv[0].shape[2], rows, columns))
-        return logits
+        assert len(self.prompt_of_slot) <= self.own_kv.shape[2]
+        places = (x.data_ptr() for x in (self.prompt_kv, self.own_kv, self.layout))
+        sizes.append((len(self.prompt_len), self.prompt_kv.shape[2], self.columns, *places))
+        return step(self, *args)
 
     monkeypatch.setattr(Decoder, "step", watched)
     found = sample(model, prompts)
-    stored, rows, columns = zip(*sizes, strict=True)
-    assert stored[0] == 6 <= rows[0] and stored[-1] < 6
-    assert max(rows) <= 6 * SAMPLES and rows[-1] < max(rows) / 2
+    running, stored, columns, *places = zip(*sizes, strict=True)
+    assert running[0] == 6 > running[-1] and {*stored} == {6}
+    assert all(len({*place}) == 1 for place in places)
     longest = found.completion_mask.shape[-1]
     assert longest - 1 <= columns[-1] <= longest + 2
     sizes.clear()
     sample(model, prompts, prompts_at_once=2)
-    assert max(stored for stored, _, _ in sizes) <= 2 * SAMPLES  # what has entered and still runs
-    assert max(rows for _, rows, _ in sizes) <= 2 * SAMPLES
+    assert max(running for running, *_ in sizes) <= 4  # what has entered and still runs
+    assert {stored for _, stored, *_ in sizes} == {4}
 
 
 @torch.no_grad()

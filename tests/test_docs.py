@@ -49,8 +49,8 @@ def flags() -> set[str]:
     for tool in TOOLS:
         for name, info in import_module(f"minigrpo.tools.{tool}").Arguments.model_fields.items():
             names |= {name, *(getattr(x, "name", None) or name for x in info.metadata)}
-    for module, kind in (path.split(":") for path in BENCHMARKS.values()):
-        kind = getattr(import_module(f"benchmarks.{module}"), kind)
+    for name in BENCHMARKS:
+        kind = getattr(import_module(f"benchmarks.{name}"), name.title())
         names |= {field.name for field in dataclasses.fields(kind)}
     return {name.replace("_", "-") for name in names}
 
@@ -85,6 +85,7 @@ def test_tables_in_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPat
     rows = re.findall(r"^\| (.+) \|$", (ROOT / "docs/trl.md").read_text().replace("`", ""), re.M)
     assert rows[1:] == [f"{word} | {here}" for word, here in TRL_WORDS.items()]
 
+    monkeypatch.setattr(defaults, "has_cuda", lambda device: True)
     monkeypatch.setattr(defaults, "has_bfloat16", lambda device: True)
     section = (ROOT / "docs/models.md").read_text().split("## Defaults")[1].split("\n## ")[0]
     rows = [row.split("|") for row in re.findall(r"^\| `(.+) \|$", section, re.M)]
@@ -99,6 +100,15 @@ def test_tables_in_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPat
             assert fit.keys() <= named
             assert str(fit.get(name, "")) == cell.strip()
             assert least == 0 or name not in fit or below.get(name) != fit[name]
+
+
+def test_equal_bits_are_promised_for_cpus_and_v100s_are_told_their_build() -> None:
+    """CUDA adds some gradients up in any order; from 2.11 on few builds of torch know V100s."""
+    for page in PAGES:
+        for paragraph in re.split(r"\n\n|\n(?=[-|])", page.read_text()):
+            promises = re.search(r"bit[- ]equal|bit for bit|(same|equal) bits", paragraph)
+            assert not promises or "CPU" in paragraph, (page, paragraph)
+    assert "cu126" in (ROOT / "configs/mbpp-2xv100.toml").read_text()
 
 
 def test_pages_are_few_and_pictures_are_used() -> None:

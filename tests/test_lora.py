@@ -15,7 +15,7 @@ from torch import Tensor
 from minigrpo.config import Config
 from minigrpo.defaults import Size, size_of
 from minigrpo.model import lora
-from minigrpo.model.linear import NF4, dense, to_nf4
+from minigrpo.model.linear import NF4, dense, pairs, to_nf4
 from minigrpo.model.packing import pack
 from minigrpo.model.transformer import Transformer
 from minigrpo.parts import Parts, own_tokenizer, shape_by_name
@@ -101,8 +101,8 @@ def test_the_reference_is_the_start_and_shares_its_base(model: Transformer, kept
             layer.lora_B.add_(0.1)
     assert torch.equal(reference(packing)[0], before)
     assert not torch.equal(model(packing)[0], before)
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    assert all((a is b) != name.endswith(ADAPTERS) for (name, a), b in pairs)
+    both = zip(model.named_parameters(), reference.parameters(), strict=True)
+    assert all((a is b) != name.endswith(ADAPTERS) for (name, a), b in both)
     parts = Parts(Config.of(kl_coef=0.1))  # without --lora-rank, although it has adapters
     parts.model, parts.tokenizer = model, tokenizer
     assert torch.equal(parts.reference.model(packing)[0], model(packing)[0])
@@ -116,8 +116,7 @@ def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transf
             ours.data = ours.data.bfloat16()  # as from_pretrained(matrices=) stores them
             other.data = other.data.bfloat16().float()
     c = make_completions(1)
-    pairs = zip(gradient(model, c), gradient(rounded, c), strict=True)
-    for a, b in pairs:
+    for a, b in zip(gradient(model, c), gradient(rounded, c), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
@@ -158,14 +157,23 @@ def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(model: Transfo
     assert not torch.equal(plain.logits(TOKENS), Transformer(model.shape, seed=1).logits(TOKENS))
     torch.testing.assert_close(model.logits(TOKENS), plain.logits(TOKENS), rtol=1e-12, atol=1e-12)
     c = make_completions(1)
-    pairs = gradient(model, c), gradient(plain, c)
-    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-10)
+    gradients = gradient(model, c), gradient(plain, c)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10)
     u = torch.rand(len(c), 4, 9, generator=torch.Generator().manual_seed(0))
     given = {"stops": (), "num_samples": 4, "max_new_tokens": 9, "u": u}
     drawn = [generate(x, c.prompt_ids, c.prompt_len, **given) for x in (model, plain)]
     assert torch.equal(drawn[0].completion_ids, drawn[1].completion_ids)
     merged = lora.merge_adapters(model).logits(TOKENS)
     torch.testing.assert_close(merged, plain.logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_the_table_of_nf4_is_made_once_for_all_products(model: Transformer) -> None:
+    model.store("nf4")
+    with_adapters(model)
+    pairs.cache_clear()
+    model.logits(TOKENS)
+    model.logits(TOKENS)
+    assert pairs.cache_info().misses == 1
 
 
 def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:

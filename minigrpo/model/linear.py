@@ -1,6 +1,7 @@
 """Linear layers whose frozen weights may be stored in a lower precision than their inputs."""
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ NF4 = torch.tensor(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-PAIRS = torch.cartesian_prod(NF4, NF4)  # [256, 2], the two numbers of a byte
 BLOCK = 64  # numbers that share a scale; per row, the greatest common divisor of both
 
 
@@ -35,11 +35,17 @@ def to_nf4(weight: Tensor) -> Tensor:
     return torch.cat([pairs.to(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
+@cache  # made in every product, it would be copied to the device for every decoded token
+def pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The two numbers of each byte, `[256, 2]`."""
+    return torch.cartesian_prod(NF4, NF4).to(device, dtype)
+
+
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight as numbers of a type, however it is stored."""
     if weight.is_floating_point():
         return weight.to(dtype)
-    numbers = F.embedding(weight[..., :-2].int(), PAIRS.to(weight.device, dtype)).flatten(2)
+    numbers = F.embedding(weight[..., :-2].int(), pairs(weight.device, dtype)).flatten(2)
     return numbers.mul_(weight[..., -2:].view(torch.bfloat16)).flatten(1)
 
 
@@ -48,6 +54,11 @@ class Linear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight, self.bias)
+
+
+def has_float32_products(x: Tensor) -> bool:
+    """Whether torch can multiply such matrices, of 16 bits a number, without rounding the sums."""
+    return x.is_cuda and x.itemsize == 2
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import linear
+from .linear import has_float32_products, linear
 
-# Most logits in memory at once. On a CPU they should fit in its cache.
+# Most logits in memory at once. On a CPU they should fit in its cache; a CUDA device with much free
+# memory computes up to four times as many.
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 # Fewest tokens per chunk: each chunk reads the whole output head and updates its whole gradient.
 SMALLEST_CHUNK = 128
@@ -96,11 +97,13 @@ class _Chunked(torch.autograd.Function):
                 slope.addcmul_(probs, u, value=1 / temperature)
             low = slope.to(hidden.dtype)
             grad_hidden[part] = low @ head
-            if learns and (hidden.is_cpu or low is slope):
-                # in place: no second [V, D], which a CPU would convert from bfloat16 slowly
-                grad_head.addmm_(slope.t(), hidden[part].to(slope))
+            # in place: no second [V, D], which a CPU would convert from bfloat16 slowly
+            if learns and has_float32_products(low):
+                torch.addmm(
+                    grad_head, low.t(), hidden[part], out_dtype=torch.float32, out=grad_head
+                )
             elif learns:
-                grad_head += low.t() @ hidden[part]
+                grad_head.addmm_(slope.t(), hidden[part].to(slope))
             del logits, slope, low  # before the next chunk's exist
         return grad_hidden, grad_head.to(head) if learns else None, None, None, None
 
@@ -109,7 +112,20 @@ def _logits_in_chunks(
     hidden: Tensor, head: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Which tokens, and their logits."""
-    chunk = max(SMALLEST_CHUNK, MAX_LOGITS[hidden.device.type] // len(head))
+    chunk = max(SMALLEST_CHUNK, most_logits(hidden.device) // len(head))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        yield part, at_least_fp32(linear(hidden[part], head)).div_(temperature)
+        if has_float32_products(hidden):
+            logits = torch.mm(hidden[part], head.t(), out_dtype=torch.float32)
+        else:
+            logits = at_least_fp32(linear(hidden[part], head))
+        yield part, logits.div_(temperature)
+
+
+def most_logits(device: torch.device) -> int:
+    most = MAX_LOGITS[device.type]
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused  # bytes; a chunk takes up to 16 a logit
+        most = min(4 * most, max(most, free // 32))
+    return most

@@ -109,11 +109,15 @@ class PhaseTimer:
         return seconds
 
 
-def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory so far: allocated on the CUDA device, else resident in the process."""
+def memory_mib(device: torch.device) -> dict[str, float]:
+    """The peaks so far: allocated and reserved on the CUDA device, else resident in the process.
+
+    What is reserved but not allocated are gaps, which no other allocation fits into.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        peak = torch.cuda.max_memory_allocated(device) / 2**20
+        return {"peak": peak, "reserved": torch.cuda.max_memory_reserved(device) / 2**20}
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:

@@ -4,33 +4,54 @@ A decoder runs *slots*: sequences that each continue one prompt, at their own co
 picks their tokens. All slots of a prompt attend to it in one matrix product, and one softmax covers
 the prompt and the slot's own tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
 
+The caches and the layout, which says where everything lies in them, have one place in memory from
+the beginning. With `few_sizes` a CUDA graph can run a step again: see runtime/graphs.py.
+
 Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and values, each shared by
-R heads of queries (H = K * R), heads of size E.
+R heads of queries (H = K * R), heads of size E, L layers.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from ..model.linear import has_float32_products
 from ..model.packing import rows_of, sdpa
 from ..model.transformer import Transformer
+from ..runtime.graphs import copy_into, next_size
 
-BLOCK = 32  # columns by which the cache of new tokens grows
+BLOCK = 64  # columns by which the used part of a cache grows
+
+
+class Room(NamedTuple):
+    """What a decoder has room for."""
+
+    prompts: int
+    prompt_len: int  # tokens of the longest one
+    slots: int
+    slots_of_prompt: int
+    columns: int  # new tokens of a slot
 
 
 class Decoder:
     """Runs every prompt once, then a few tokens of every slot per round."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        # keys and values of each layer: of prompts [2, K, P, Lp, E], heads first for the product
-        # with a grid of slots; of the slots' own tokens [2, most_slots, K, columns, E]
-        self.prompt_kv: list[Tensor] = []
-        self.own_kv: list[Tensor] = []
-        self.most_slots = 0  # slots only split, so this many suffice until the next prefill
+    def __init__(self, model: Transformer, room: Room, *, few_sizes: bool = False) -> None:
+        """With `few_sizes`, slots and prompts are padded, by some that nobody reads."""
+        self.model, self.room, self.few_sizes = model, room, few_sizes
+        self.pad_to = next_size if few_sizes else int
+        self.heads = model.shape.kv_heads  # K
+        self.prompts, self.slots = self.pad_to(room.prompts), self.pad_to(room.slots)
+        # keys and values, made when their type is known
+        self.prompt_kv = torch.empty(0)  # [L, 2, P, K, Lp, E]
+        self.own_kv = torch.empty(0)  # of the slots' own tokens, [L, 2, B, K, columns, E]
+        self.columns = 0  # of own_kv that are in use
+        grid_size = self.prompts * self.pad_to(room.slots_of_prompt)
+        size = self.slots * (1 + self.heads) + grid_size * self.heads
+        self.layout = torch.zeros(size, dtype=torch.int64, device=model.device)
         empty = np.zeros(0, dtype=np.int64)
         self._arrange(empty, empty)
 
@@ -42,54 +63,63 @@ class Decoder:
         """
         self.prompt_len, self.prompt_of_slot = prompt_len, prompt_of_slot
         counts = np.bincount(prompt_of_slot, minlength=len(prompt_len))
-        self.grid_width = int(counts.max(initial=0))  # G', most slots of a prompt
-        used = np.arange(self.grid_width) < counts[:, None]
-        grid = np.zeros(used.shape, dtype=np.int64)
+        num_slots = self.pad_to(len(prompt_of_slot))
+        num_prompts = self.pad_to(len(prompt_len))
+        self.grid_shape = num_prompts, self.heads, self.pad_to(int(counts.max(initial=0)))
+        longest = int(prompt_len.max(initial=0))
+        self.prompt_width = self.room.prompt_len if self.few_sizes else longest
         order = np.argsort(prompt_of_slot, kind="stable")
-        grid[used] = order
-        place = np.empty_like(order)
-        place[order] = np.flatnonzero(used)
-        self.grid, self.place, self.starts = (
-            torch.from_numpy(x).to(self.model.device)
-            for x in (grid.ravel(), place, prompt_len[prompt_of_slot])
-        )
+        prompts = prompt_of_slot[order]
+        number = np.arange(len(order)) - (counts.cumsum() - counts)[prompts]  # within its prompt
+        # of each slot and head [B, K], its place in the flat grid [P, K, G']; and the inverse
+        heads = np.arange(self.heads)
+        place = np.zeros((num_slots, self.heads), dtype=np.int64)
+        in_grid = (prompts[:, None] * self.heads + heads) * self.grid_shape[2] + number[:, None]
+        place[order] = in_grid
+        grid = np.zeros(self.grid_shape, dtype=np.int64)
+        grid.ravel()[in_grid] = order[:, None] * self.heads + heads
+        starts = np.zeros(num_slots, dtype=np.int64)
+        starts[: len(order)] = prompt_len[prompt_of_slot]
+        parts = [starts, place.ravel(), grid.ravel()]
+        self.starts, self.place, self.grid = copy_into(self.layout, parts)
 
-    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor, num_samples: int) -> Tensor:
+    def prefill(self, prompt_ids: Tensor, prompt_len: Tensor) -> Tensor:
         """Run new prompts, and add a slot for each, after the others.
 
         `prompt_ids` `[P', Lp]` int64 and `prompt_len` `[P']` -> `[P', V]`, the logits of the first
-        new tokens. A prompt will have at most `num_samples` slots.
+        new tokens.
         """
-        lengths = prompt_len.cpu().numpy()
-        positions = torch.arange(lengths.max(), device=self.model.device)
-        real = positions < prompt_len[:, None]  # [P', Lp]
-        ids = prompt_ids[:, : len(positions)][real]
+        lengths, device = prompt_len.cpu().numpy(), self.model.device
+        columns = np.arange(lengths.max())
+        real = columns < lengths[:, None]  # [P', Lp]
         # the packed token of each place; padding is hidden by causality, and repeats a token
-        rows = real.flatten().cumsum(0).sub(1).view(real.shape)
-        attend = partial(self._attend_in_prompts, real, rows)
-        hidden = self.model.forward_hidden(ids, positions.expand_as(real)[real], attend)
+        rows = torch.from_numpy((real.ravel().cumsum() - 1).reshape(real.shape)).to(device)
+        places = torch.from_numpy(np.flatnonzero(real)).to(device)
+        ids = prompt_ids[:, : len(columns)].flatten().index_select(0, places)
+        attend = partial(self._attend_in_prompts, places, rows)
+        hidden = self.model.forward_hidden(ids, places % len(columns), attend)
 
+        old = len(self.prompt_of_slot)
         new = len(self.prompt_len) + np.arange(len(lengths))
         self._arrange(np.append(self.prompt_len, lengths), np.append(self.prompt_of_slot, new))
-        self.most_slots += len(lengths) * num_samples
-        self._resize(self.own_kv[0].shape[3])
+        self.own_kv[:, :, old : old + len(lengths), :, : self.columns] = 0
         return self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
 
     def _attend_in_prompts(
-        self, real: Tensor, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, places: Tensor, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Causal attention, which also stores keys and values."""
+        if not len(self.prompt_kv):
+            heads, size = self.heads, k.shape[-1]
+            pair = self.model.shape.layers, 2
+            self.prompt_kv = k.new_empty(*pair, self.prompts, heads, self.room.prompt_len, size)
+            self.own_kv = k.new_empty(*pair, self.slots, heads, self.room.columns, size)
         q, k, v = (rows_of(x, rows) for x in (q, k, v))  # [P', H or K, Lp, E]
-        new = torch.stack([k.transpose(0, 1), v.transpose(0, 1)])
-        if layer == len(self.prompt_kv):
-            self.prompt_kv.append(new)
-            self.own_kv.append(k.new_zeros(2, 0, k.shape[1], 0, k.shape[3]))
-        else:
-            old = self.prompt_kv[layer]
-            width = max(old.shape[3], new.shape[3])
-            both = [pad(x, (0, 0, 0, width - x.shape[3])) for x in (old, new)]
-            self.prompt_kv[layer] = torch.cat(both, dim=2)
-        return sdpa(q, k, v).transpose(1, 2)[real]
+        first, width = len(self.prompt_len), k.shape[2]
+        stored = self.prompt_kv[layer, :, first : first + len(k)]
+        stored[..., :width, :] = torch.stack([k, v])
+        stored[..., width:, :] = 0  # attention gives it no weight, but 0 times a NaN is NaN
+        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1).index_select(0, places)
 
     def step(
         self, tokens: Tensor, columns: Tensor, num_columns: int, last: Tensor | None = None
@@ -102,11 +132,9 @@ class Decoder:
             num_columns: how many columns the slots use after this step, at most.
             last: `[B]`, which token of each slot needs logits; the others get none: `[B, 1, V]`.
         """
-        if num_columns > self.own_kv[0].shape[3]:
-            self._resize(num_columns + BLOCK)
         width, device = tokens.shape[1], tokens.device
         columns = columns[:, None] + torch.arange(width, device=device)  # [B, W]
-        in_prompt = torch.arange(self.prompt_kv[0].shape[3], device=device) < self.starts[:, None]
+        in_prompt = torch.arange(self.prompt_width, device=device) < self.starts[:, None]
         own = torch.arange(num_columns, device=device) <= columns[..., None]
         visible = torch.cat([in_prompt[:, None].expand(-1, width, -1), own], dim=-1)
         # [B, 1, 1, W, Lp + num_columns], one for all layers
@@ -119,63 +147,76 @@ class Decoder:
             hidden = hidden.take_along_dim(last[:, None, None], dim=1)
         return self.model.lm_head(hidden)
 
+    def use_columns(self, num_columns: int) -> int:
+        """Make this many columns of the slots usable; how many are, a few more."""
+        if num_columns > self.columns:
+            before = self.columns
+            self.columns = min(-(-num_columns // BLOCK) * BLOCK, self.room.columns)
+            self.own_kv[:, :, : len(self.prompt_of_slot), :, before : self.columns] = 0
+        return self.columns
+
     def _attend(
         self, columns: Tensor, masked: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
-        (num_slots, width), heads = columns.shape, k.shape[1]
-        prompt_k, prompt_v = self.prompt_kv[layer]
+        (num_slots, width), heads = columns.shape, self.heads
+        prompt = self.prompt_kv[layer, :, : self.grid_shape[0], :, : self.prompt_width]
         slots = torch.arange(num_slots, device=q.device)[:, None]
         new = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
         self.own_kv[layer][:, slots, :, columns] = new
-        num_columns = masked.shape[-1] - prompt_k.shape[2]
-        own_k, own_v = self.own_kv[layer][:, :num_slots, :, :num_columns]
+        num_columns = masked.shape[-1] - self.prompt_width
+        own_k, own_v = self.own_kv[layer, :, :num_slots, :, :num_columns]
 
         q = (q * q.shape[-1] ** -0.5).unflatten(0, (-1, width)).unflatten(2, (heads, -1))
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, R * W, E]
-        prompt_scores = self._to_slots(self._to_grid(q) @ prompt_k.mT)
-        scores = torch.cat([prompt_scores, q @ own_k.mT], dim=-1)  # [B, K, R * W, keys]
+        prompt_scores = self._to_slots(scores_of(self._to_grid(q), prompt[0]))
+        scores = torch.cat([prompt_scores, scores_of(q, own_k)], dim=-1)  # [B, K, R * W, keys]
         scores.unflatten(2, (-1, width)).masked_fill_(masked, -torch.inf)
         weights = scores.softmax(-1).to(v.dtype)
-        prompt_weights, own_weights = weights.split([prompt_k.shape[2], num_columns], dim=-1)
-        out = self._to_slots(self._to_grid(prompt_weights) @ prompt_v) + own_weights @ own_v
+        prompt_weights, own_weights = weights.split([self.prompt_width, num_columns], dim=-1)
+        out = self._to_slots(self._to_grid(prompt_weights) @ prompt[1]) + own_weights @ own_v
         out = out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4)  # [B, W, K, R, E]
         return out.flatten(2, 3).flatten(0, 1)
 
     def _to_grid(self, x: Tensor) -> Tensor:
-        """Group slots by prompt: `[B, K, T, E]` -> `[K, P, G' * T, E]`."""
-        grid = x.transpose(0, 1).index_select(1, self.grid)
-        return grid.unflatten(1, (-1, self.grid_width)).flatten(2, 3)
+        """Group slots by prompt: `[B, K, T, E]` -> `[P, K, G' * T, E]`."""
+        grid = x.flatten(0, 1).index_select(0, self.grid)
+        return grid.unflatten(0, self.grid_shape).flatten(2, 3)
 
     def _to_slots(self, x: Tensor) -> Tensor:
-        """Undo `_to_grid`: `[K, P, G' * T, E]` -> `[B, K, T, E]`."""
-        grid = x.unflatten(2, (self.grid_width, -1)).flatten(1, 2)
-        return grid.transpose(0, 1).index_select(0, self.place)
+        """Undo `_to_grid`: `[P, K, G' * T, E]` -> `[B, K, T, E]`."""
+        rows = x.unflatten(2, (self.grid_shape[2], -1)).flatten(0, 2)
+        return rows.index_select(0, self.place).unflatten(0, (-1, self.heads))
 
-    def reorder(self, sources: np.ndarray, most_slots: int) -> None:
-        """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`.
-
-        There will be no more than `most_slots` before the next `prefill`.
-        """
-        self.most_slots, moved = most_slots, np.flatnonzero(sources != np.arange(len(sources)))
+    def reorder(self, sources: np.ndarray) -> None:
+        """Change to `len(sources)` slots: slot i continues the former slot `sources[i]`."""
+        moved = np.flatnonzero(sources != np.arange(len(sources)))
         if len(sources) == len(self.prompt_of_slot) and not len(moved):
             return
-        to, source = (torch.from_numpy(x).to(self.model.device) for x in (moved, sources[moved]))
-        for layer in self.own_kv:
-            # all sources are read before any slot is overwritten
-            layer.index_copy_(1, to, layer.index_select(1, source))
-        alive, prompt_of_slot = np.unique(self.prompt_of_slot[sources], return_inverse=True)
-        prompt_len = self.prompt_len[alive]
-        if len(alive) < len(self.prompt_len):  # drop prompts without slots
-            prompts, width = torch.from_numpy(alive).to(source.device), prompt_len.max(initial=0)
-            self.prompt_kv = [x[:, :, :, :width].index_select(2, prompts) for x in self.prompt_kv]
-        self._arrange(prompt_len, prompt_of_slot)
+        move(self.own_kv[..., : self.columns, :], moved, sources[moved])
+        # prompts without slots leave, and the last ones take their places
+        prompts = self.prompt_of_slot[sources]
+        alive = np.unique(prompts)
+        new = np.arange(len(self.prompt_len))
+        holes = np.setdiff1d(new[: len(alive)], alive)
+        last = alive[alive >= len(alive)]
+        move(self.prompt_kv, holes, last)
+        new[last] = holes
+        prompt_len = np.zeros(len(alive), dtype=np.int64)
+        prompt_len[new[alive]] = self.prompt_len[alive]
+        self._arrange(prompt_len, new[prompts])
 
-    def _resize(self, columns: int) -> None:
-        """Resize the cache of new tokens to these columns, and to `most_slots` rows.
 
-        New ones are zeros: attention gives them no weight, but 0 times a NaN is NaN.
-        """
-        for layer, x in enumerate(self.own_kv):  # one at a time, for memory
-            more = columns - x.shape[3], self.most_slots - x.shape[1]
-            self.own_kv[layer] = pad(x, (0, 0, 0, more[0], 0, 0, 0, more[1]))
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """`q @ k.mT`, not rounded to 16 bits before the softmax where torch can do so."""
+    if not has_float32_products(q):
+        return q @ k.mT
+    products = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32)
+    return products.unflatten(0, k.shape[:2])
+
+
+def move(cache: Tensor, to: np.ndarray, source: np.ndarray) -> None:
+    """Overwrite some rows of `[L, 2, rows, ..]` by others; all are read before any is written."""
+    if len(to):
+        rows = torch.from_numpy(np.stack([to, source])).to(cache.device)
+        cache.index_copy_(2, rows[0], cache.index_select(2, rows[1]))

@@ -18,6 +18,9 @@ stored, and the next rounds run them.
 The cache of a slot has the first `length - 1` tokens of its sequences, at least. `ids` has `length
 + unread` tokens of each.
 
+With `graphs`, rounds are CUDA graphs (runtime/graphs.py). For this, sequences and slots are padded
+to few sizes by a sequence that nobody reads, the last row of all tables.
+
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
 """
@@ -35,13 +38,17 @@ from ..config import SamplingConfig
 from ..model.encoding import StopTexts
 from ..model.logprobs import log_softmax
 from ..model.transformer import Transformer
+from ..runtime.graphs import RoundGraphs, copy_into
 from ..types import Completions, Example
-from .decoder import Decoder
+from .decoder import Decoder, Room
 from .pick import pick_token, propose, truncate
 
 # Queued prompts enter when there is room for this share of `prompts_at_once`: an entry costs a
 # forward pass of its own.
 SHARE_THAT_ENTERS = 0.125
+# Prompts of which a few completions still run keep their place in memory: at most this many times
+# `prompts_at_once` in all.
+MOST_PROMPTS = 2
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
 PLAIN = SamplingConfig()  # the model's own distribution
 
@@ -102,19 +109,33 @@ class Generation:
     num_speculative_tokens: int
     work: Counter[str]  # counts `rounds`, and the `tokens` that the model ran, prompts included
     answers: Answers | None  # None: a completion is one turn
+    graphs: RoundGraphs | None = None
 
     def __post_init__(self, u: Tensor | np.ndarray | None) -> None:
         device = self.model.device
         self.prompt_ids = self.prompt_ids.to(device)
         self.prompt_len = self.prompt_len.to(device)
-        self.drafts = None if self.drafts is None else self.drafts.to(device)
-        self.window = 1 if self.drafts is None else 1 + self.num_speculative_tokens  # W
-        self.decoder = Decoder(self.model)
+        self.window = 1  # W
+        if self.drafts is not None:
+            self.window += self.num_speculative_tokens
+            self.drafts = torch.nn.functional.pad(self.drafts.to(device), (0, 0, 0, 1))
+        num_prompts, longest_prompt = self.prompt_ids.shape
+        at_once = min(self.prompts_at_once, num_prompts)
+        self.most_prompts = min(num_prompts, MOST_PROMPTS * at_once)
+        columns = self.max_new_tokens + self.window
+        room = Room(
+            prompts=self.most_prompts,
+            prompt_len=longest_prompt,
+            slots=at_once * self.num_samples,
+            slots_of_prompt=self.num_samples,
+            columns=columns if self.answers is None else columns + MOST_READ,
+        )
+        self.decoder = Decoder(self.model, room, few_sizes=self.graphs is not None)
 
         # 1. Tables of all sequences. They have W spare columns, because proposals may go past the
-        #    last one.
-        num_sequences = len(self.prompt_ids) * self.num_samples
-        size = num_sequences, self.max_new_tokens + self.window
+        #    last one, and a row of filler.
+        num_sequences = num_prompts * self.num_samples
+        size = num_sequences + 1, columns
         self.ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.sampled = torch.zeros(size, dtype=torch.bool, device=device)  # not of an answer
         self.logp = torch.zeros(size, dtype=torch.float32, device=device)
@@ -124,8 +145,9 @@ class Generation:
         self.uniforms = None
         if u is not None:
             uniforms = torch.as_tensor(u).flatten(0, 1)[:, : self.max_new_tokens].to(device)
-            self.uniforms = torch.nn.functional.pad(uniforms, (0, self.window))
-        self.lengths = torch.zeros(num_sequences, dtype=torch.int64, device=device)  # [P * G]
+            self.uniforms = torch.nn.functional.pad(uniforms, (0, self.window, 0, 1))
+        self.lengths = torch.zeros(num_sequences + 1, dtype=torch.int64, device=device)  # [P * G]
+        self.lengths[-1] = 1
         self.unread = torch.zeros_like(self.lengths)  # [P * G], see RoundState
         self.waiting = torch.zeros_like(self.lengths)  # [P * G], see RoundState
 
@@ -138,11 +160,13 @@ class Generation:
             self.ends_round = self.is_stop | torch.from_numpy(self.stop_texts.candidates).to(device)
         self.stopped = np.zeros(num_sequences, dtype=bool)  # by a stop text
 
-        # 3. The running sequences.
-        empty = self.lengths[:0]
-        self.running = empty  # [N] their numbers, in ascending order
-        self.slot = empty  # [N] the slot of each
-        self.representatives = empty  # [B] one running sequence of each slot
+        # 3. The running sequences, padded, in one place.
+        places = 3 * self.decoder.pad_to(num_sequences)
+        self.layout = torch.zeros(places, dtype=torch.int64, device=device)
+        self.running = self.layout[:0]  # [N] their numbers, in ascending order
+        self.slot = self.layout[:0]  # [N] the slot of each
+        self.representatives = self.layout[:0]  # [B] one running sequence of each slot
+        self.num_running = 0
         self.longest = 0  # the largest length
         self.most_unread = 0
         self.all_wait = False  # whether there is nothing to run
@@ -158,10 +182,11 @@ class Generation:
         """
         num_prompts = len(self.prompt_ids)
         fewest = max(1, int(self.prompts_at_once * SHARE_THAT_ENTERS))
-        while self.num_entered < num_prompts or len(self.running):
+        while self.num_entered < num_prompts or self.num_running:
             queued = num_prompts - self.num_entered
-            places_taken = -(-len(self.running) // self.num_samples)
-            room = min(queued, self.prompts_at_once - places_taken)
+            places_taken = -(-self.num_running // self.num_samples)
+            prompts = len(self.decoder.prompt_len)
+            room = min(queued, self.prompts_at_once - places_taken, self.most_prompts - prompts)
             if queued and room >= min(queued, fewest):
                 self._enter(self.num_entered, self.num_entered + room)
             elif not self.all_wait:
@@ -171,7 +196,7 @@ class Generation:
         stopped = torch.from_numpy(self.stopped).unflatten(0, (num_prompts, -1))
 
         def grouped(table: Tensor) -> Tensor:
-            return table[:, :longest].unflatten(0, (num_prompts, -1))
+            return table[:-1, :longest].unflatten(0, (num_prompts, -1))
 
         return Completions(
             self.prompt_ids,
@@ -186,13 +211,15 @@ class Generation:
     def _enter(self, first: int, last: int) -> None:
         """Run queued prompts, and pick the first token of each of their completions."""
         lengths = self.prompt_len[first:last]
-        logits = self.decoder.prefill(self.prompt_ids[first:last], lengths, self.num_samples)
+        num_slots = len(self.decoder.prompt_of_slot)
+        logits = self.decoder.prefill(self.prompt_ids[first:last], lengths)
         start, end = first * self.num_samples, last * self.num_samples
         sequences = torch.arange(start, end, device=logits.device)
         slot = sequences // self.num_samples - first
         self._accept(logits[:, None], sequences, slot, self.ids[: len(logits), :0])
-        self.slot = torch.cat([self.slot, slot + len(self.representatives)])
-        self.running = torch.cat([self.running, sequences])
+        self.slot = torch.cat([self.slot[: self.num_running], slot + num_slots])
+        self.running = torch.cat([self.running[: self.num_running], sequences])
+        self.num_running = len(self.running)
         self.num_entered = last
         self.work["tokens"] += int(lengths.sum())
 
@@ -200,15 +227,27 @@ class Generation:
         if self.most_unread:
             self._run_answers()
             return
+        decoder = self.decoder
+        num_columns = self.longest - 1 + self.window
+        usable = decoder.use_columns(num_columns)
+        if self.graphs is None:
+            self._round(num_columns)
+        else:
+            sizes = len(self.running), len(self.representatives)
+            key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width
+            self.graphs.run(key, lambda: self._round(usable))
+        self.work.update(rounds=1, tokens=len(decoder.prompt_of_slot) * self.window)
+
+    def _round(self, num_columns: int) -> None:
+        """All that a round does on the device; nothing of it is read by the host."""
         ids = self.ids[self.representatives]
         lengths = self.lengths[self.representatives]
         tokens = ids.gather(1, lengths[:, None] - 1)
         if self.drafts is not None:
             drafts = self.drafts[self.representatives // self.num_samples]
             tokens = torch.cat([tokens, propose(drafts, ids, lengths, self.window - 1)], dim=1)
-        logits = self.decoder.step(tokens, lengths - 1, self.longest - 1 + tokens.shape[1])
+        logits = self.decoder.step(tokens, lengths - 1, num_columns)
         self._accept(logits, self.running, self.slot, tokens[:, 1:])
-        self.work.update(rounds=1, tokens=tokens.numel())
 
     def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
@@ -243,11 +282,13 @@ class Generation:
     def _update(self) -> None:
         """Exchange turns, let finished sequences leave, and split slots whose sequences differ."""
         # 1. One copy to the host, because it makes the host wait for the device.
-        lengths = self.lengths[self.running]
-        last_token = self.ids[self.running, lengths - 1]
+        running = self.running[: self.num_running]
+        slot = self.slot[: self.num_running]
+        lengths = self.lengths[running]
+        last_token = self.ids[running, lengths - 1]
         ended = self.is_stop[last_token].long()
-        of_dialogues = self.unread[self.running], self.waiting[self.running]
-        fields = [self.running, self.slot, lengths, last_token, ended, *of_dialogues]
+        fields = [running, slot, lengths, last_token, ended]
+        fields += [self.unread[running], self.waiting[running]]
         state = RoundState(*torch.stack(fields).cpu().numpy())
         if self.stop_texts is not None:
             self._find_stop_texts(self.stop_texts, state)
@@ -262,13 +303,22 @@ class Generation:
         slots = assign_slots(state.slot, state.length, answer[stays], state.last_token)
 
         # 3. One copy back.
-        parts = [state.sequence, slots.of_sequence, state.sequence[slots.first_sequence]]
-        joined = torch.from_numpy(np.concatenate(parts)).to(self.ids.device)
-        self.running, self.slot, self.representatives = joined.split([len(part) for part in parts])
+        filler = len(self.ids) - 1
+        parts = [
+            self._padded(state.sequence, filler),
+            self._padded(slots.of_sequence, 0),
+            self._padded(state.sequence[slots.first_sequence], filler),
+        ]
+        self.running, self.slot, self.representatives = copy_into(self.layout, parts)
+        self.num_running = len(state.sequence)
         self.longest = int(state.length.max(initial=0))
         self.most_unread = int(state.unread.max(initial=0))
         self.all_wait = bool(state.waiting.all())
-        self.decoder.reorder(slots.source, len(state.sequence))
+        self.decoder.reorder(slots.source)
+
+    def _padded(self, numbers: np.ndarray, filler: int) -> np.ndarray:
+        size = self.decoder.pad_to(len(numbers))
+        return np.pad(numbers, (0, size - len(numbers)), constant_values=filler)
 
     def _find_stop_texts(self, stop_texts: StopTexts, state: RoundState) -> None:
         """Note the sequences whose last token completes a stop text; changes the state."""
@@ -313,8 +363,9 @@ class Generation:
         if stored:  # all go to the device at once
             row, column, token = self.ids.new_tensor(stored).T
             self.ids[row, column] = token
-        self.unread[self.running] = torch.from_numpy(state.unread).to(self.ids.device)
-        self.waiting[self.running] = torch.from_numpy(state.waiting).to(self.ids.device)
+        running = self.running[: self.num_running]
+        self.unread[running] = torch.from_numpy(state.unread).to(self.ids.device)
+        self.waiting[running] = torch.from_numpy(state.waiting).to(self.ids.device)
         return new_answer
 
     def _run_answers(self) -> None:
@@ -330,7 +381,9 @@ class Generation:
         tokens = ids.gather(1, columns.clamp(max=ids.shape[1] - 1))
         read = self.unread.clamp(max=most_read)
         last = read[self.representatives]
-        logits = self.decoder.step(tokens, lengths - 1, self.longest + most_read, last)
+        num_columns = self.longest + most_read
+        self.decoder.use_columns(num_columns)
+        logits = self.decoder.step(tokens, lengths - 1, num_columns, last)
         self.lengths += read
         self.unread -= read
         self._accept(logits, self.running, self.slot, tokens[:, :0])

@@ -13,6 +13,7 @@ from ..model.encoding import StopTexts, decode, encode_answer, encode_prompts, p
 from ..model.tokenizer import Tokenizer
 from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy
+from ..runtime.graphs import RoundGraphs, capturing
 from ..runtime.guard import OOMBackoff
 from ..types import Completions, Example, Warn
 from .generate import Answers, Generation
@@ -37,6 +38,8 @@ class Sampler:
         self.stop_texts = StopTexts(self.tokenizer, texts) if texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.low_precision = low_precision_copy(speed, self.model)
+        # a run that was trained with them may be asked on a CPU
+        self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
         # by number of samples per prompt, on which the number of prompts that fit depends
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
             lambda: OOMBackoff("sampling", "--rollout-batch-size", size=0, warn=self.warn)
@@ -89,6 +92,7 @@ class Sampler:
                     num_speculative_tokens=self.num_speculative_tokens,
                     work=self.work,
                     answers=dialogues,
+                    graphs=RoundGraphs(capturing()) if self.has_graphs else None,
                 )
                 return generation.run()
 

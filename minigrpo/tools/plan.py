@@ -2,8 +2,9 @@
 
 Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
 read. It is the worst case, for one process on a GPU: completions share nothing but their prompt,
-and are as long as --max-new-tokens allows. Not counted: models that rewards ask, and on a CPU
-Python and torch themselves (some 400 MiB) and what offloading moves there.
+and are as long as --max-new-tokens allows. A card with more free memory computes
+larger chunks of logits, which takes up to 2 GiB more. Not counted: models that rewards ask, and on
+a CPU Python and torch themselves (some 400 MiB) and what offloading moves there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from ..run.console import Console
 
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
-CARD_SPARE = 2**30  # bytes for CUDA itself, and for gaps between allocations
+CARD_SPARE = 2**30  # bytes for CUDA's context, about half of it, and gaps between allocations
 
 
 def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
@@ -90,8 +91,9 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
         prompts = memory.rollout_batch_size or sampling.prompts_per_step
         cached = prompts * (prompt + group * length)
         parts["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
-        # logits, log-probs, and what tokens are drawn from
-        parts["decoding round"] = FLOAT * 4 * prompts * group * shape.vocab_size
+        # logits, log-probs, and what tokens are drawn from; top-p sorts them, with int64 indices
+        numbers = 9 if sampling.top_p < 1 else 4
+        parts["decoding round"] = FLOAT * numbers * prompts * group * shape.vocab_size
     return parts
 
 

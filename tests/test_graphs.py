@@ -1,0 +1,133 @@
+"""Rounds that a CUDA graph could run again, shown without one."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minigrpo.config import SamplingConfig
+from minigrpo.model.lora import add_adapters
+from minigrpo.model.transformer import Transformer
+from minigrpo.runtime.graphs import RoundGraphs, capturing, next_size
+from minigrpo.sampling.decoder import Decoder, Room
+from minigrpo.types import Completions
+
+from .steps import SHAPES, VOCAB
+from .test_decoding import prompts as prompts
+from .test_decoding import sample
+from .test_sampling import completed, make_sampler
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
+
+
+class Tape(TorchDispatchMode):
+    """Records operations with their tensors, as a graph does, and refuses reads by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        masks = name.startswith("index") and any(
+            x.dtype == torch.bool for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)
+        )
+        assert name not in READS and not masks, name
+        out = func(*args, **kwargs or {})
+        if func._schema.is_mutable or not func.is_view:
+            self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+
+def recorded() -> tuple[RoundGraphs, Counter[str]]:
+    """Graphs by tapes, and what was done how often."""
+    done = Counter[str]()
+
+    def capture(round: Callable[[], object]) -> Callable[[], object]:
+        with Tape() as tape:
+            round()
+        done["captured"] += 1
+
+        def replay() -> None:
+            done["replayed"] += 1
+            tape.replay()
+
+        return replay
+
+    return RoundGraphs(capture), done
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"sampling": SamplingConfig(top_k=5, min_p=0.01)}, {"prompts_at_once": 2}, {"lora": 2}],
+    ids=["plain", "truncated", "entering", "lora"],
+)
+def test_rounds_that_are_run_again_pick_the_same_tokens(
+    prompts: Completions, shape: str, window: int, more: dict[str, Any]
+) -> None:
+    model = Transformer(SHAPES[shape], seed=1)
+    more = dict(more)
+    if more.pop("lora", 0):
+        add_adapters(model, 2)
+    if window > 1:
+        more |= {"drafts": torch.arange(120).reshape(6, 20) % VOCAB}
+        more |= {"num_speculative_tokens": window - 1}
+    work, plain_work = Counter[str](), Counter[str]()
+    graphs, done = recorded()
+    plain = sample(model, prompts, work=plain_work, **more)
+    found = sample(model, prompts, work=work, graphs=graphs, **more)
+    assert done["replayed"] > 0 and work == plain_work
+    assert work["rounds"] == len(graphs.begun) + done["captured"] + done["replayed"]
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+    assert torch.equal(found.completion_mask, plain.completion_mask)
+    torch.testing.assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_prefill_and_a_round_read_nothing_on_the_host(prompts: Completions) -> None:
+    model = Transformer(SHAPES["grouped-query"], seed=1)
+    decoder = Decoder(model, Room(6, prompts.prompt_ids.shape[1], 6, 1, columns=4))
+    with Tape():
+        logits = decoder.prefill(prompts.prompt_ids, prompts.prompt_len)
+        columns = decoder.use_columns(1)
+        decoder.step(logits.argmax(-1, keepdim=True), torch.zeros(6, dtype=torch.int64), columns)
+
+
+def test_sizes_are_few_and_hold_what_they_are_for() -> None:
+    sizes = [next_size(n) for n in range(1, 1001)]
+    assert all(n <= size <= 1.5 * n for n, size in enumerate(sizes, 1))
+    assert len({*sizes}) == 20 and next_size(0) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 5])
+def test_a_cuda_graph_picks_the_same_tokens(prompts: Completions, window: int) -> None:
+    model = Transformer(SHAPES["grouped-query"], seed=1).to("cuda")
+    more: dict[str, Any] = {}
+    if window > 1:
+        more = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB}
+        more |= {"num_speculative_tokens": window - 1}
+    plain = sample(model, prompts, **more)
+    found = sample(model, prompts, graphs=RoundGraphs(capturing()), **more)
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+
+
+def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
+    plain, sampler = (make_sampler(cuda_graphs=on) for on in (False, True))
+    assert not sampler.has_graphs
+    assert torch.equal(completed(sampler).completion_ids, completed(plain).completion_ids)
