@@ -215,3 +215,11 @@ def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) ->
     with torch.autocast("cpu", torch.bfloat16):
         dtypes = {part.dtype for part in model.float().h[0].attn.qkv(x)}
     assert dtypes == {torch.bfloat16}
+
+
+def test_chunks_are_larger_where_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 2**20)
+    for free, most in ((2**30, 2**26), (2**32, 2**27), (2**36, 2**28)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        assert logprobs.most_logits(torch.device("cuda")) == most

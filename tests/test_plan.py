@@ -74,6 +74,7 @@ def test_the_cache_stores_each_prompt_once_and_parts_grow_with_what_they_are_abo
         ("logits", 0.5, {"micro_batch_size": 2}),
         ("KV cache", 0.25, {"rollout_batch_size": 1}),
         ("decoding round", 2.0, {"group_size": 6}),
+        ("decoding round", 2.25, {"top_p": 0.9}),  # sorts
     ):
         assert bytes_of(job(**settings))[part] == pytest.approx(share * whole[part])
 

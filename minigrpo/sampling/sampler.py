@@ -74,6 +74,7 @@ class Sampler:
             """Out of memory, it is called again with fewer."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
+            # it casts trained weights in the prefill, and keeps them as long as there are graphs
             with self.autocast():
                 # the guard turns autocast off after bad steps
                 is_low = torch.is_autocast_enabled(self.model.device.type)
