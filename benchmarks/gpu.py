@@ -227,7 +227,7 @@ class Work:
         with torch.device(self.device):
             model = Qwen2ForCausalLM(Qwen2Config(**write_config(shape))).bfloat16().eval()
         rows = self.prompts * self.group
-        prompts = torch.randint(0, 400, (rows, self.prompt_len), device=self.device)
+        prompts = torch.randint(1, 400, (rows, self.prompt_len), device=self.device)  # 0 pads
 
         # its own defaults: from the 50 most likely tokens, without an end
         generate = partial(model.generate, prompts, do_sample=True, pad_token_id=0)

@@ -16,10 +16,10 @@ from minigrpo.runtime.graphs import RoundGraphs, capturing, next_size
 from minigrpo.sampling.decoder import Decoder, Room
 from minigrpo.types import Completions
 
-from .steps import SHAPES, VOCAB
+from .steps import SHAPES, VOCAB, make_completions
 from .test_decoding import prompts as prompts
 from .test_decoding import sample
-from .test_sampling import completed, make_sampler
+from .test_sampling import completed, generate, make_sampler
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
@@ -131,3 +131,13 @@ def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
     plain, sampler = (make_sampler(cuda_graphs=on) for on in (False, True))
     assert not sampler.has_graphs
     assert torch.equal(completed(sampler).completion_ids, completed(plain).completion_ids)
+
+
+def test_what_fills_a_round_up_does_not_lengthen_the_completions() -> None:
+    """It runs in every round of a long queue, further than any completion."""
+    model, c = Transformer(SHAPES["gpt2"], seed=1), make_completions(0, prompts=30)
+    more: dict[str, Any] = {"stops": range(VOCAB // 3), "num_samples": 5, "prompts_at_once": 2}
+    more |= {"max_new_tokens": 30, "u": torch.rand(30, 5, 30, generator=torch.manual_seed(0))}
+    plain = generate(model, c.prompt_ids, c.prompt_len, **more)
+    found = generate(model, c.prompt_ids, c.prompt_len, graphs=recorded()[0], **more)
+    assert torch.equal(found.completion_ids, plain.completion_ids)

@@ -56,6 +56,12 @@ class Linear(nn.Linear):
         return linear(inputs, self.weight, self.bias)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type that autocast computes products of `x` in; without it, that of `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def has_float32_products(x: Tensor) -> bool:
     """Whether torch can multiply such matrices, of 16 bits a number, without rounding the sums."""
     return x.is_cuda and x.itemsize == 2
@@ -75,9 +81,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         if plain or (kind, inputs.dtype) != ("cpu", torch.float32):
             return F.linear(inputs, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
-    if is_low:
-        inputs = inputs.to(torch.get_autocast_dtype(kind))
-    out = _FrozenWeight.apply(inputs, weight)
+    out = _FrozenWeight.apply(inputs.to(autocast_dtype(inputs)), weight)
     return out if bias is None else out + bias.to(out.dtype)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .linear import has_float32_products, linear
+from .linear import autocast_dtype, has_float32_products, linear
 
 # Most logits in memory at once. On a CPU they should fit in its cache; a CUDA device with much free
 # memory computes up to four times as many.
@@ -26,6 +26,14 @@ SMALLEST_CHUNK = 128
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
+    """`[.., D]` and `[V, D]` -> `[.., V]` float32 or wider; the same in sampler and trainer."""
+    low = hidden.to(autocast_dtype(hidden)).flatten(0, -2)
+    if not has_float32_products(low):
+        return at_least_fp32(linear(hidden, head))
+    return torch.mm(low, head.to(low).t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -41,9 +49,7 @@ def token_logprobs(
     `hidden` `[M, D]` are final hidden states, `head` `[V, D]` the weights of the output head, and
     `targets` `[M]` int64 the next tokens. Only with `learn_entropy` has the entropy a gradient.
     """
-    kind = hidden.device.type
-    # autocast does not apply in a custom backward
-    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    low = autocast_dtype(hidden)  # autocast does not apply in a custom backward
     return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, learn_entropy)
 
 
@@ -115,11 +121,7 @@ def _logits_in_chunks(
     chunk = max(SMALLEST_CHUNK, most_logits(hidden.device) // len(head))
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        if has_float32_products(hidden):
-            logits = torch.mm(hidden[part], head.t(), out_dtype=torch.float32)
-        else:
-            logits = at_least_fp32(linear(hidden[part], head))
-        yield part, logits.div_(temperature)
+        yield part, logits_of(hidden[part], head).div_(temperature)
 
 
 def most_logits(device: torch.device) -> int:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.linear import has_float32_products
+from ..model.linear import autocast_dtype, has_float32_products
+from ..model.logprobs import logits_of
 from ..model.packing import rows_of, sdpa
 from ..model.transformer import Transformer
 from ..runtime.graphs import copy_into, next_size
@@ -44,6 +45,7 @@ class Decoder:
         self.model, self.room, self.few_sizes = model, room, few_sizes
         self.pad_to = next_size if few_sizes else int
         self.heads = model.shape.kv_heads  # K
+        self.head = model.head_weight.to(autocast_dtype(model.head_weight))  # cast once
         self.prompts, self.slots = self.pad_to(room.prompts), self.pad_to(room.slots)
         # keys and values, made when their type is known
         self.prompt_kv = torch.empty(0)  # [L, 2, P, K, Lp, E]
@@ -103,7 +105,7 @@ class Decoder:
         new = len(self.prompt_len) + np.arange(len(lengths))
         self._arrange(np.append(self.prompt_len, lengths), np.append(self.prompt_of_slot, new))
         self.own_kv[:, :, old : old + len(lengths), :, : self.columns] = 0
-        return self.model.lm_head(hidden[prompt_len.cumsum(0) - 1])
+        return logits_of(hidden[prompt_len.cumsum(0) - 1], self.head)
 
     def _attend_in_prompts(
         self, places: Tensor, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -145,7 +147,7 @@ class Decoder:
         hidden = hidden.unflatten(0, tokens.shape)
         if last is not None:
             hidden = hidden.take_along_dim(last[:, None, None], dim=1)
-        return self.model.lm_head(hidden)
+        return logits_of(hidden, self.head)
 
     def use_columns(self, num_columns: int) -> int:
         """Make this many columns of the slots usable; how many are, a few more."""

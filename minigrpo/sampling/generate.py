@@ -163,9 +163,9 @@ class Generation:
         # 3. The running sequences, padded, in one place.
         places = 3 * self.decoder.pad_to(num_sequences)
         self.layout = torch.zeros(places, dtype=torch.int64, device=device)
-        self.running = self.layout[:0]  # [N] their numbers, in ascending order
-        self.slot = self.layout[:0]  # [N] the slot of each
-        self.representatives = self.layout[:0]  # [B] one running sequence of each slot
+        self.running = self.layout[:0]  # [N, padded] their numbers, in ascending order
+        self.slot = self.layout[:0]  # [N, padded] the slot of each; the filler's is 0
+        self.representatives = self.layout[:0]  # [B, padded] one running sequence of each slot
         self.num_running = 0
         self.longest = 0  # the largest length
         self.most_unread = 0
@@ -192,7 +192,7 @@ class Generation:
             elif not self.all_wait:
                 self._run_round()
             self._update()
-        longest = int(self.lengths.max())
+        longest = int(self.lengths[:-1].max())
         stopped = torch.from_numpy(self.stopped).unflatten(0, (num_prompts, -1))
 
         def grouped(table: Tensor) -> Tensor:

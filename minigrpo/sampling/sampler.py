@@ -74,7 +74,7 @@ class Sampler:
             """Out of memory, it is called again with fewer."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
-            # it casts trained weights in the prefill, and keeps them as long as there are graphs
+            # autocast keeps its casts of trained weights, which graphs read, until this ends
             with self.autocast():
                 # the guard turns autocast off after bad steps
                 is_low = torch.is_autocast_enabled(self.model.device.type)
