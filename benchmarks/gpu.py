@@ -208,11 +208,13 @@ class Work:
             torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            with torch.profiler.profile(activities=activities) as profile:
-                generation.run()
-                synchronize(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+            try:
+                with torch.profiler.profile(activities=activities) as profile:
+                    generation.run()
+                    synchronize(self.device)
+            finally:
+                if self.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
         kernels = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
         return {
             "kernels_per_round": len(kernels),
@@ -228,11 +230,9 @@ class Work:
             model = Qwen2ForCausalLM(Qwen2Config(**write_config(shape))).bfloat16().eval()
         rows = self.prompts * self.group
         prompts = torch.randint(1, 400, (rows, self.prompt_len), device=self.device)  # 0 pads
-
-        # its own defaults: from the 50 most likely tokens, without an end
+        # its own defaults: from the 50 most likely tokens, without an end; the first warms up
         generate = partial(model.generate, prompts, do_sample=True, pad_token_id=0)
-        lengths = (4, 8, 72)  # the first warms up
-        seconds = {n: self.seconds_of(partial(generate, max_new_tokens=n)) for n in lengths}
+        seconds = {n: self.seconds_of(partial(generate, max_new_tokens=n)) for n in (4, 8, 72)}
         per_round = (seconds[72] - seconds[8]) / 64
         return {"ms_per_round": 1e3 * per_round, "tokens_per_s": rows / per_round}
 

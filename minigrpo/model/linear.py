@@ -63,8 +63,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def has_float32_products(x: Tensor) -> bool:
-    """Whether torch can multiply such matrices, of 16 bits a number, without rounding the sums."""
-    return x.is_cuda and x.itemsize == 2
+    """Whether torch can multiply `x` in 16 bits a number without rounding the sums to them."""
+    return x.is_cuda and autocast_dtype(x).itemsize == 2
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -30,9 +30,9 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
     """`[.., D]` and `[V, D]` -> `[.., V]` float32 or wider; the same in sampler and trainer."""
-    low = hidden.to(autocast_dtype(hidden)).flatten(0, -2)
-    if not has_float32_products(low):
+    if not has_float32_products(hidden):
         return at_least_fp32(linear(hidden, head))
+    low = hidden.to(autocast_dtype(hidden)).flatten(0, -2)
     return torch.mm(low, head.to(low).t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
 

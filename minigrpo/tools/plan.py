@@ -2,9 +2,9 @@
 
 Every part is a closed form of the model's shape and of the tokens in a step, so no weights are
 read. It is the worst case, for one process on a GPU: completions share nothing but their prompt,
-and are as long as --max-new-tokens allows. A card with more free memory computes
-larger chunks of logits, which takes up to 2 GiB more. Not counted: models that rewards ask, and on
-a CPU Python and torch themselves (some 400 MiB) and what offloading moves there.
+and are as long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up
+to 2 GiB. Not counted: models that rewards ask, and on a CPU Python and torch themselves (some 400
+MiB) and what offloading moves there.
 """
 
 from collections.abc import Mapping, Sequence
