@@ -79,7 +79,7 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
         if has_bfloat16(device):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
-        of_all, of_adapters = 3e-5, 3e-4
+        of_all, of_adapters = 3e-5, 1e-3
         settings |= {"prompts_per_step": 16, "group_size": 16}
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":

@@ -66,7 +66,7 @@ def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
 
     assert "learning_rate" not in fit(49)
     rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
-    assert rates == ([3e-4, 3e-4, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
+    assert rates == ([1e-3, 1e-3, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
     assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
     assert not {"use_amp", "cuda_graphs"} & fit(500).keys() and fit(500)["gradient_checkpointing"]
     assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)

@@ -122,7 +122,7 @@ def differences(x: Any, y: Any, path: str = "") -> Iterator[str]:
     if isinstance(x, dict | list) and type(x) is type(y) and len(x) == len(y):
         for name in x if isinstance(x, dict) else range(len(x)):
             yield from differences(x[name], y[name], f"{path}/{name}")
-    elif x != y and not (isinstance(x, float) and math.isclose(x, y, rel_tol=1e-3, abs_tol=1e-5)):
+    elif x != y and not (isinstance(x, float) and math.isclose(x, y, rel_tol=1e-3, abs_tol=5e-5)):
         yield f"{path}: {x} {y}"
 
 
