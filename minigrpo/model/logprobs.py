@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import autocast_dtype, has_float32_products, linear
@@ -34,11 +33,6 @@ def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
         return at_least_fp32(linear(hidden, head))
     low = hidden.to(autocast_dtype(hidden)).flatten(0, -2)
     return torch.mm(low, head.to(low).t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
-
-
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-softmax of `logits / temperature` over the last dimension, in float32 or wider."""
-    return F.log_softmax(at_least_fp32(logits) / temperature, dim=-1)
 
 
 def token_logprobs(

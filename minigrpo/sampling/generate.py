@@ -36,7 +36,6 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from ..model.encoding import StopTexts
-from ..model.logprobs import log_softmax
 from ..model.transformer import Transformer
 from ..runtime.graphs import RoundGraphs, copy_into
 from ..types import Completions, Example
@@ -255,7 +254,7 @@ class Generation:
         A pick counts only if the model was run on the picks before it. The first pick always
         counts; each further one counts if all picks before it equal the proposals, `[B, W - 1]`.
         """
-        logp = log_softmax(logits, self.sampling.temperature)
+        logp = (logits / self.sampling.temperature).log_softmax(-1)
         allowed = truncate(logp, self.sampling)
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)
