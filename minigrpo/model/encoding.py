@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..errors import refusing
 from ..types import Completions, ConfigError, Example
 from .chat import Message
 from .tokenizer import Tokenizer
@@ -74,19 +75,16 @@ def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
     """`pad` of the prompts. Raises ConfigError for one that does not have 1 to `room` tokens."""
-    if room < 1:
-        raise ConfigError("--max-new-tokens: as many as the model's context has, or more")
     return pad([_prompt_within(room, tokenizer, example) for example in examples])
 
 
 def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[int]:
-    try:
+    with refusing(example.label):
         ids = encode_prompt(tokenizer, example)
         if not 0 < len(ids) <= room:
-            raise ConfigError(f"a prompt of {len(ids)} tokens: 1 to {room} leave room to answer it")
-    except ConfigError as error:
-        raise ConfigError(f"{example.label}: {error}") from None
-    return ids
+            said = "leave room in the model's context for an answer"
+            raise ConfigError(f"a prompt of {len(ids)} tokens: 1 to {room} {said}")
+        return ids
 
 
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
