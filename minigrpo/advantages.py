@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .runtime.rng import stream
-from .types import Example
+from .types import ConfigError, Example
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
 SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
@@ -33,7 +33,9 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     if rewards.dim() != 2 or size < 2:
         raise ValueError(f"rewards must be [P, G] with G of at least 2, got {list(rewards.shape)}")
     if not rewards.isfinite().all() or (scale == "mean" and (rewards < 0).any()):
-        raise ValueError("rewards must be finite, and with the scale mean not negative")
+        raise ConfigError(
+            "rewards must be finite; for --loss maxrl and --scale mean never negative"
+        )
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
     centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)

@@ -20,11 +20,10 @@ from .model.tokenizer import Tokenizer
 from .rewards import RewardScorer
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
-from .runtime.guard import RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.rng import uniforms
 from .sampling.sampler import Sampler
-from .types import ConfigError, Example, RolloutBatch
+from .types import Example, RolloutBatch
 
 
 @dataclass(eq=False)
@@ -146,9 +145,6 @@ class RolloutBatches:
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(completions.completion_len, longest)
         total = self.dist.gather(total)
-        if scale == "mean" and (total < 0).any():
-            kind = RunFailed if step else ConfigError
-            raise kind("--loss maxrl and --scale mean need rewards that are never negative")
         if total.isfinite().all():
             everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
         else:
