@@ -81,9 +81,6 @@ class RewardFunction:
 
     def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> "Scores":
         """Those of any texts, of a group, or of one."""
-        # code may empty a list in `fields`, or the messages of a dialogue
-        examples = [copy.deepcopy(example) for example in examples]
-        texts = [copy.deepcopy(text) for text in texts]
         timeout_s = self.timeout_s * len(texts)
         asks_several = self.batched or self.grouped
         arguments = (examples if self.batched else examples[0], texts if asks_several else texts[0])
@@ -216,8 +213,10 @@ class TextBatch:
             self.same.append(number)
 
     def pairs(self, places: Sequence[int]) -> tuple[list[Example], list[str]]:
-        """The examples and the texts of some places."""
-        return [self.examples[place] for place in places], [self.texts[place] for place in places]
+        """Copies of the examples and the texts of some places."""
+        # code may empty a list in `fields`, or the messages of a dialogue
+        examples = [copy.deepcopy(self.examples[place]) for place in places]
+        return examples, [copy.deepcopy(self.texts[place]) for place in places]
 
     def spread(self, scores: Scores) -> Scores:
         """Those of all texts from those of the distinct ones."""

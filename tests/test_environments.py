@@ -464,7 +464,8 @@ def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
     assert Episode(EnvironmentSet.of(Cards), example).begin().card == 2
     text = Dialogue("a", messages=[{"role": "assistant", "content": "a"}])
     function = minigrpo.reward(lambda example, text: len(text.messages.pop()))
-    assert function.scores([example], [text]) == [2]
+    scorer = RewardScorer(minigrpo.Task(), functions=[function])
+    assert scorer.score([example], [[text]]).total == [[2]]
     assert example.fields["deck"] == [1, 2] and len(text.messages) == 1
 
 

@@ -3,7 +3,6 @@
 A new built-in task is a module in this folder and a table of tasks.toml.
 """
 
-import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -84,16 +83,11 @@ class ChangedTask(SourceTask):
 
 
 class UserTask(ChangedTask):
-    """A user's task: `index`, the key of random numbers, is set, and scores see copies."""
+    """A user's task, whose examples get an `index`, the key of random numbers."""
 
     def ask(self, example: Example, number: int) -> Example:
         prompt = example.prompt or question_of(example.messages)
         return replace(example, index=number, prompt=prompt)
-
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> Mapping[str, Sequence[float]]:
-        return self.source.score_batch([copy.deepcopy(example) for example in examples], texts)
 
 
 def load_task(
