@@ -11,11 +11,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
-
 from ..defaults import TASKS
 from ..model.chat import INSTRUCTIONS
-from ..task import Task, TokenBatch
+from ..task import Task
 from ..types import ConfigError, Example
 from ..userfiles import load_file, place_of
 
@@ -65,21 +63,14 @@ class SourceTask(Task):
 class ChangedTask(SourceTask):
     """Another task with all that it says of itself and its scores; only examples are changed."""
 
-    inherited = tuple(inspect.get_annotations(Task))  # all attributes
-
-    def score(self, example: Example, text: str) -> Mapping[str, float]:
-        return self.source.score(example, text)
-
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> Mapping[str, Sequence[float]]:
-        return self.source.score_batch(examples, texts)
-
-    def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
-        return self.source.score_tokens(batch)
-
-    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        return self.source.summaries(parts)
+    # all attributes and what scores
+    inherited = (
+        *inspect.get_annotations(Task),
+        "score",
+        "score_batch",
+        "score_tokens",
+        "summaries",
+    )
 
 
 class UserTask(ChangedTask):
