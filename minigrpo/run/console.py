@@ -64,9 +64,6 @@ class Console:
             f"{machines}; learning rate {config.optimizer.learning_rate:g}"
         )
         self.defaults(config, why)
-        layers = {**config.speed.model_dump(), **config.memory.model_dump()}
-        on = ["--" + name.replace("_", "-") for name, x in layers.items() if x is True]
-        self.say(f"layers: --packing {config.speed.packing} {' '.join(on)}")
         paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
         self.say(f"reward: {' + '.join(paid) or 'none'}")
         if task.about:
