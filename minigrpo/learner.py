@@ -260,6 +260,6 @@ class Learner:
         fused = {"fused": self.config.speed.fused_optimizer}
         groups = [{**group, **fused} for group in state["optimizer"]["param_groups"]]
         self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-        self.guard.load(state["guard"])
+        vars(self.guard).update(state["guard"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

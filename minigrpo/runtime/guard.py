@@ -6,7 +6,7 @@ that runs out of memory is tried again in smaller parts; neither tokens nor grad
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,10 +37,6 @@ class NonFiniteGuard:
     in_a_row: int = 0
     halvings: int = 0  # of the learning rate; after the first, training continues in float32
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
-
-    def load(self, counts: Mapping[str, int]) -> None:
-        """Go on with the counts of a checkpoint."""
-        vars(self).update(counts)
 
     def skip(self, warn: Warn) -> None:
         self.skipped += 1
