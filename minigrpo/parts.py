@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .config import LOSS_NAMES, Config
+from .evaluate import held_out
 from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model import lora
 from .model.encoding import encode_pairs, encode_prompts, messages_of, template_args
@@ -287,8 +288,7 @@ class Parts:
         if config.task.eval_data and not config.task.data:
             raise ConfigError("--eval-data needs --data, the files to train on")
         examples = [self.task.train(i) for i in range(CHECKED)]
-        num_held_out = min(CHECKED, self.task.num_held_out or CHECKED)
-        examples += [self.task.held_out(i) for i in range(num_held_out)]
+        examples += held_out(self.task, CHECKED)
         examples += self.task.longest(4 * CHECKED)
         context = self.model.shape.context
         field = config.loss.teacher_context
