@@ -32,7 +32,7 @@ from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
-from .types import ConfigError, digest
+from .types import digest
 
 MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
@@ -67,8 +67,6 @@ class Trainer:
         # all processes take the main one's, so that names mean the same to all
         self.config = self.dist.on_main(lambda: resolve(config, given))
         self.device = pick_device(self.config.speed.device, self.dist.local_rank)
-        if self.config.speed.cuda_graphs and self.device.type != "cuda":
-            raise ConfigError("--cuda-graphs needs a CUDA device")
         set_up_process(self.config.speed, self.device)
 
         self.parts = Parts(self.config, self.device, self.console, given, folder)

@@ -115,7 +115,6 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"max_new_tokens": 256},  # leaves no room for a prompt
         {"max_new_tokens": 150},  # prompts are longer than what is left
         {"device": "cuda:99"},
-        {"device": "cpu", "cuda_graphs": True},
         {"reward_weights": {"similarity": 0.0}},
         {"reward_weights": {"beauty": 1.0}},
         {"task": "math", "eval_data": str(SUMS)},  # nothing to train on

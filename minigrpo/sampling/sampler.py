@@ -38,7 +38,6 @@ class Sampler:
         self.stop_texts = StopTexts(self.tokenizer, texts) if texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.low_precision = low_precision_copy(speed, self.model)
-        # a run that was trained with them may be asked on a CPU
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
         # by number of samples per prompt, on which the number of prompts that fit depends
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
