@@ -52,17 +52,12 @@ class EnvironmentSet:
         environment: type[Any] | Mapping[str, type[Any]] | None = None,
         tools: Sequence[Callable[..., Any]] = (),
     ) -> "EnvironmentSet":
-        """A class, or several by name, and functions. Raises ConfigError for anything else."""
+        """A class, or several by name, and functions."""
         if isinstance(environment, Mapping):
             classes = dict(environment)
         else:
             kind = environment or ToolsAlone
             classes = {getattr(kind, "__name__", ""): kind}
-        if not all(isinstance(kind, type) for kind in classes.values()):
-            raise ConfigError("environment: give a class, or a dict of classes")
-        for tool in tools:
-            if not inspect.isroutine(tool):
-                raise ConfigError(f"environment: {tool!r:.80} is no class and no function")
         return cls(classes, {tool.__name__: Tool(tool.__name__, tool) for tool in tools})
 
     @classmethod
