@@ -218,11 +218,7 @@ class Parts:
         """That of --tokenizer, with --chat-template, --chat-args and --system."""
         model = self.config.model
         system = self.config.task.system
-        tokenizer = load_tokenizer(model.tokenizer, model.chat_template, system, model.chat_args)
-        if tokenizer.chat and (unread := model.chat_args.keys() - tokenizer.chat.variables):
-            said = f"{tokenizer.chat.name} never reads {', '.join(sorted(unread))}"
-            self.console.warn(f"--chat-args: {said}")
-        return tokenizer
+        return load_tokenizer(model.tokenizer, model.chat_template, system, model.chat_args)
 
     @cached_property
     def plain_task(self) -> Task:
@@ -310,9 +306,10 @@ class Parts:
                 self.console.warn(f"{example.label}: {spelled[0]} in the prompt {said}")
                 break
         given = {name for example in examples for name in template_args(example)}
+        given |= self.config.model.chat_args.keys()
         if tokenizer.chat and (unread := given - tokenizer.chat.variables):
-            said = f"the template never reads {', '.join(sorted(unread))}"
-            self.console.warn(f"chat_template_kwargs: {said}")
+            said = f"{tokenizer.chat.name} never reads {', '.join(sorted(unread))}"
+            self.console.warn(f"--chat-args, chat_template_kwargs: {said}")
 
     def digests(self) -> dict[str, str]:
         """What all processes must have alike."""
