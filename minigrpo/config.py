@@ -96,7 +96,7 @@ class TaskConfig(Group):
     task_args: Arguments = {}
     """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
     data: Paths = ""
-    """Comma-separated files to train on: .jsonl; for chess also .pgn, .pgn.gz and .txt."""
+    """Comma-separated files to train on: .jsonl; for chess also .pgn and .pgn.gz."""
     eval_data: Paths = ""
     """Files that are held out whole; without them, a tenth of the questions of --data is."""
     system: str = ""

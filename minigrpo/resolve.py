@@ -8,7 +8,7 @@ from .config import Config
 from .model.hf import hub_folder
 from .parts import Given, Parts, own_tokenizer
 
-CHESS_FILES = (".pgn", ".pgn.gz", ".txt")  # --task auto: what only chess-env reads
+CHESS_FILES = (".pgn", ".pgn.gz")  # --task auto: what only chess-env reads
 MODELS = "model", "reference", "teacher"  # the settings that name models
 
 

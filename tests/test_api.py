@@ -176,7 +176,7 @@ def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: P
     ("data", "functions", "task", "args", "paid"),
     [
         ("", (), "chess-env", {}, {}),
-        ("games.pgn,more.txt", (), "chess-env", {}, {}),
+        ("games.pgn,more.pgn.gz", (), "chess-env", {}, {}),
         ("", (digits, solved), "chess-env", {}, {"digits": 1.0, "solved": 0.5}),
         ("rows.jsonl", (), "prompts", {}, {}),
         ("rows.jsonl", (digits,), "prompts", {"judge": "none"}, {}),

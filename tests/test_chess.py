@@ -12,7 +12,7 @@ from minigrpo.fen import is_valid_fen, transition
 from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tasks.chess_files import parse_line, position_of
+from minigrpo.tasks.chess_files import position_of
 from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, position_is_held_out
 from minigrpo.types import Example
 
@@ -108,66 +108,6 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games:
         assert (example.answer, example.kind) == transition(*parts_of(example))
     assert len(task.source.skipped) == 4  # type: ignore[attr-defined]
     assert max(map(len, task.questions or ())) == len({fen for fen, _ in trained})
-
-
-GOOD_LINES = [
-    (f"A: {START}+e2e4+e2e4+{AFTER_E4} - 0 1+0.001+0+0", f"A: {START}+e2e4+e2e4+", "quiet"),
-    (f"{START}+e2e4+d2d4 e2e4+{AFTER_E4} e3 0 1+0.001+0+0", None, "quiet"),
-    (f"A: {START}+e2e4+{AFTER_E4} e3 0 1+0.001+0+0", f"A: {START}+e2e4+", "quiet"),
-    (f"{START}+e2e5+e2e5+{START}+-1.0+0+1", f"A: {START}+e2e5+e2e5+", "illegal"),
-    (f"{START}+e2e9++{START}+0.0+0+1", f"A: {START}+e2e9++", "illegal"),
-]
-
-
-def test_a_good_line_is_kept_as_it_stands() -> None:
-    for line, prompt, kind in GOOD_LINES:
-        example = parse_line(line).example
-        assert (example.prompt + example.answer).removeprefix("A: ") == line.removeprefix("A: ")
-        assert prompt in (None, example.prompt) and example.kind == kind
-
-
-BAD_LINES = [
-    "hello",
-    f"A: {START}+e2e4++x+{AFTER_E4} - 0 1+0.001+0+0",
-    f"A: {START.replace('K', 'Q')}+e2e4++{AFTER_E4} - 0 1+0.001+0+0",
-    f"A: {START}+e2e4++{AFTER_E4} - 0 1+1.0+1+0",
-    f"A: {START}+e2e5++{AFTER_E4} e3 0 1+0.001+0+0",  # an illegal move that was carried out
-    "4k3/8/8/8/8/8/8/4K2R w - - 16 40+h1h2+x+4k3/8/8/8/8/8/7R/4K3 b - - 17 40+0.5+1+0",
-    f"P: {START} M: e2e4 E: 0.3 B: e2e4",
-]
-
-
-def test_a_line_that_breaks_the_rules_is_refused() -> None:
-    for line in BAD_LINES:
-        with pytest.raises(ValueError):
-            parse_line(line)
-
-
-def test_positions_of_lines_are_in_one_split_however_they_are_spelled(tmp_path: Path) -> None:
-    """Every other line is written as python-chess does by default: no en passant square unless a
-    pawn can capture.
-    """
-    path = tmp_path / "lines.txt"
-    play = SelfPlay(0)
-    lines = list[str]()
-    for i in range(96):
-        example = play.train(i) if i % 4 else play.held_out(i)
-        fen, move = parts_of(example)
-        if example.kind != "illegal":
-            short = chess.Board(fen).fen()
-            lines.append(f"{short}+{move}+{move}+{transition(fen, move)[0]}")
-        lines.append(example.prompt + example.answer)
-    raw = [line.encode() for line in lines]
-    path.write_bytes(b"\n".join([b"nonsense", *raw[:60], b"", b"P: no", b"\xff", *raw[60:]]))
-    env = load_task("chess-env", seed=0, data=str(path))
-    train, held_out = everything(env)
-    assert len(env.source.skipped) == 3  # type: ignore[attr-defined]
-    positions = [{chess.Board(position_of(x)).fen() for x in xs} for xs in (train, held_out)]
-    assert positions[0] and not positions[0] & positions[1]
-    assert len(positions[1]) == len(held_out)  # each is evaluated once
-    for example in [*train, *held_out]:
-        assert position_is_held_out(position_of(example)) == (example in held_out)
-        assert set(env.score(example, example.answer).values()) == {1.0}
 
 
 def advised(fen: str, evaluations: str) -> str:

@@ -34,7 +34,7 @@ HELP = """usage: START [--config FILE.toml] [flags]
 ABOUT
 
   --model shipped         a folder, ORG/NAME, a run, shipped (the demo's) or scratch
-  --data                  rows to train on: .jsonl files; for chess also .pgn, .pgn.gz and .txt
+  --data                  rows to train on: .jsonl files; for chess also .pgn and .pgn.gz
   --task auto             prompts (your rows), math, code, .. or FILE.py: docs/tasks.md
   --rewards               FILE.py with reward functions, decorated with @minigrpo.reward
   --loss grpo             dapo, dr_grpo, .., nll (supervised fine-tuning) or FILE.py:NAME
