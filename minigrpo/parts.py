@@ -114,8 +114,6 @@ def shape_by_name(name: str, task: str) -> ModelShape:
         return read_model_shape(shipped_model(task))
     folder = hub_folder(name, weights=False)
     base = base_of(folder)
-    if (folder / RECORD).is_file() and not (folder / WEIGHTS).exists():  # of a run with adapters
-        base = Config.from_toml(folder / RECORD).model.name
     return shape_by_name(base, task) if base else read_model_shape(folder)
 
 
