@@ -8,6 +8,7 @@ return no number: it has failed, and the completion counts as the worst of its g
 import copy
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -23,12 +24,14 @@ from .advantages import neutral
 from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .model.tokenizer import Tokenizer
+from .runtime.guard import RunFailed
 from .runtime.pool import Pool, WorkerProcesses, awaited
 from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
 from .userfiles import load_file, place_of
 
+MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
 
 # of two texts: 1 - levenshtein(a, b) / max(len(a), len(b)), in [0, 1]; 1 for two empty texts
@@ -242,6 +245,7 @@ class RewardScorer:
 
     def __post_init__(self) -> None:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
+        self.failing = Counter[str]()  # the steps in a row in which they fail throughout
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         own_weights = {**task.parts, **self.environments, **of_functions}
@@ -305,6 +309,18 @@ class RewardScorer:
             unknown = failed[name] & np.isnan(parts[name])
             terms.append(weight * np.where(unknown, np.nan, neutral(parts[name])))
         return RewardTable(np.sum(terms, axis=0), parts, failed)
+
+    def check(self, metrics: Mapping[str, float], step: int) -> None:
+        """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
+        most = 1 if step == 1 else MOST_FAILING
+        for name in self.names:
+            has_failed = metrics.get(f"rewards/{name}/failures")
+            fails = has_failed and f"rewards/{name}/mean" not in metrics
+            self.failing[name] = self.failing[name] + 1 if fails else 0
+            if self.failing[name] >= most:
+                first = self.first_errors.get(name, "in another process")
+                said = f"fails on all completions, {self.failing[name]} steps; first: {first}"
+                raise RunFailed(f"reward {name} {said}")
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
         """The task's parts of texts."""

@@ -7,7 +7,6 @@ weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -28,13 +27,12 @@ from .run.logging import RunLog
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged, RunFailed
+from .runtime.guard import Diverged
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
 from .types import digest
 
-MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
@@ -97,7 +95,6 @@ class Trainer:
         )
         self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
-        self.failing = Counter[str]()  # of rewards, the steps in a row that they fail throughout
 
     def _batch_source(self) -> SupervisedBatches | RolloutBatches:
         prompts_per_step = self.config.sampling.prompts_per_step
@@ -195,21 +192,8 @@ class Trainer:
         metrics["step_time"] = time.perf_counter() - start
         log.step(step + 1, metrics)
         samples.log_group(log, batch, step + 1, self.tokenizer)
-        self._check_rewards(metrics)
+        self.scorer.check(metrics, self.step)
         return metrics
-
-    def _check_rewards(self, metrics: Mapping[str, float]) -> None:
-        """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
-        most = 1 if self.step == 1 else MOST_FAILING
-        for name in self.scorer.names:
-            fails = (
-                metrics.get(f"rewards/{name}/failures") and f"rewards/{name}/mean" not in metrics
-            )
-            self.failing[name] = self.failing[name] + 1 if fails else 0
-            if self.failing[name] >= most:
-                first = self.scorer.first_errors.get(name, "in another process")
-                steps = f"{self.failing[name]} steps"
-                raise RunFailed(f"reward {name} fails on all completions, {steps}; first: {first}")
 
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been."""
