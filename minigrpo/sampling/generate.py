@@ -53,23 +53,12 @@ PLAIN = SamplingConfig()  # the model's own distribution
 
 
 class Answers(Protocol):
-    """What answers the turns of a batch: turns/dialogues.py."""
+    """What answers the turns of a batch: `Dialogues` in turns/, where each method is explained."""
 
-    def begin(self, examples: Sequence[Example], num_samples: int) -> None:
-        """Begin a batch, or begin it again."""
-
-    def submit(self, sequence: int, ids: Sequence[int]) -> None:
-        """Have a turn answered. `ids`: all tokens of the completion so far."""
-
-    def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
-        """The answers that have come, by sequence; an empty one ends the dialogue.
-
-        After an answer there is room for a turn within `max_new_tokens`. With `wait`, there is at
-        least one answer if a turn was submitted.
-        """
-
-    def finish(self, completions: Completions) -> list[list[str]]:
-        """The texts of the batch, `[P][G]`."""
+    def begin(self, examples: Sequence[Example], num_samples: int) -> None: ...
+    def submit(self, sequence: int, ids: Sequence[int]) -> None: ...
+    def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]: ...
+    def finish(self, completions: Completions) -> list[list[str]]: ...
 
 
 @dataclass

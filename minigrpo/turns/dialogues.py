@@ -137,7 +137,11 @@ class Dialogues:
         episode.submit(self.pool, sequence, answer)
 
     def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
-        """Tokens after which sequences go on, or none; with `wait`, a reply if one is to come."""
+        """The tokens of the answers that have come, by sequence; an empty one ends the dialogue.
+
+        After an answer there is room for a turn within `max_new_tokens`. With `wait`, there is at
+        least one answer if a turn was submitted.
+        """
         return {
             sequence: self._go_on(self.episodes[sequence], messages or [], error)
             for sequence, messages, error in self.pool.ended(wait=wait)
