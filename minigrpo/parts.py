@@ -162,11 +162,14 @@ def load_model_of_run(run: Path, console: Console) -> Transformer:
 
 
 def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
-    """Drop vocabulary padding: what cannot be decoded must never be sampled. Raises ConfigError."""
+    """Drop vocabulary padding: what cannot be decoded must never be sampled. Raises ConfigError.
+
+    Special tokens at the end may have no row, as Gemma's for images.
+    """
     size, known = model.shape.vocab_size, tokenizer.n_vocab
     if known < size <= known * 9 / 8:  # published ones are padded to a round number
         model.trim_vocab(known)
-    elif size != known:
+    elif size > known or not {*range(size, known)} <= {*tokenizer.special.values()}:
         raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")
 
 

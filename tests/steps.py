@@ -31,11 +31,17 @@ SHAPES = {
     "grouped-query": ModelShape(
         **SIZES,
         heads=4,
-        family="qwen3",
+        family="gemma3_text",
         kv_heads=2,
         head_dim=6,
         mlp_width=24,
         rope_theta=100.0,
+        local_rope_theta=50.0,
+        attention_size=8,
+        residual_multiplier=0.7,
+        logits_divisor=2.0,
+        window=5,
+        full_every=2,
         tied=False,
     ),
 }

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,9 +25,11 @@ import torch
 
 from minigrpo import Config, Trainer
 from minigrpo.learner import Learner
+from minigrpo.model.hf import write_config
 from minigrpo.sampling.generate import Generation
 
 from .emulated import EmulatedDevice, emulated
+from .steps import SHAPES
 from .test_resume import lines
 from .tiny import TINY, tiny_chat_model, tiny_chess_model
 
@@ -50,6 +53,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chat": {"model": "CHAT", "system": "Add.", "loss": "dr_grpo"},
     "lora": {"lora_rank": 2, "num_iterations": 2, "offload_reference": True},
     "nf4": {"lora_rank": 2, "base_dtype": "nf4", "gradient_checkpointing": True},
+    "windows": {"model": "GEMMA", "kl_coef": 0.1, "gradient_checkpointing": True},
+    "windows-lora": {"model": "GEMMA", "lora_rank": 2, "packing": "repeated", "use_amp": True},
     "amp": {"use_amp": True, "gradient_checkpointing": True, "offload_reference": True},
     "amp-lora": {"use_amp": True, "lora_rank": 2, "base_dtype": "bfloat16", "model": "CHAT"},
     "amp-nf4": {"use_amp": True, "lora_rank": 2, "base_dtype": "nf4", "micro_batch_size": 2},
@@ -86,6 +91,10 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         return small | {"max_new_tokens": 12} | TASKS[name]
     models = {"OTHER": tiny_chess_model(folder / "other"), "CHAT": tiny_chat_model(folder / "chat")}
     model = tiny_chess_model(folder / "model")
+    gemma = replace(SHAPES["grouped-query"], vocab_size=360, context=192)
+    models["GEMMA"] = folder / "gemma"
+    models["GEMMA"].mkdir()
+    (models["GEMMA"] / "config.json").write_text(json.dumps(write_config(gemma)))
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(shape | {"n_layer": 2}))
     case = {"model": model, "max_new_tokens": 4, **SUMS, **OPTIONS[name]}

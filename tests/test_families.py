@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from minigrpo.model import hf
 from minigrpo.model.hf import TRANSPOSED, hub_folder, read_model, read_shape, stored_name
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.parts import fit_vocab
 from minigrpo.resolve import resolve
 from minigrpo.types import ConfigError
 
@@ -55,6 +57,24 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+GEMMA3_SIZES = {
+    **SIZES,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 SMOLLM3 = {**SIZES, "num_hidden_layers": 5, "pad_token_id": 0}
 # name -> (class of the config in transformers, its fields)
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,11 +89,34 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
     ),
     "llama, biases": ("LlamaConfig", {**SIZES, **BIASES}),
+    "exaone4": (
+        "Exaone4Config",
+        {**SIZES, "head_dim": 16, "sliding_window": None, "layer_types": 3 * ["full_attention"]},
+    ),
+    "gemma3": ("Gemma3TextConfig", GEMMA3_SIZES),
+    "gemma3, every third layer full": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA3_SIZES,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 24,
+            "layer_types": [*2 * ["sliding_attention"], "full_attention", "sliding_attention"],
+        },
+    ),
+    "granite": ("GraniteConfig", {**SIZES, **MULTIPLIERS}),
+    "granite 4": (
+        "GraniteMoeHybridConfig",
+        {**SIZES, **MULTIPLIERS, "hidden_size": 64, "num_attention_heads": 4}
+        | {"shared_intermediate_size": 80, "num_local_experts": 0}
+        | {"layer_types": 3 * ["attention"], "position_embedding_type": "rope"},
+    ),
     "mistral": (
         "MistralConfig",
         # it has no biases, whatever its file says
         {**SIZES, "sliding_window": None, "head_dim": 16, "attention_bias": True},
     ),
+    "mistral, window": ("MistralConfig", {**SIZES, "sliding_window": 7}),
+    "olmo2": ("Olmo2Config", {**SIZES, "rms_norm_eps": 1e-3, "pad_token_id": 0}),
     "qwen2": (
         "Qwen2Config",
         {
@@ -88,7 +131,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", SMOLLM3),
     "smollm3, biases": ("SmolLM3Config", {**SMOLLM3, **BIASES}),
 }
-SHARDED = ("llama, biases", "qwen2")  # written as several files
+QWEN3 = ModelShape(12, 40, 2, 16, 4, "qwen3", kv_heads=2, head_dim=6, mlp_width=24, tied=False)
+GEMMA3 = replace(SHAPES["grouped-query"], residual_multiplier=1.0, logits_divisor=1.0)
+SHARDED = ("llama, biases", "qwen2", "gemma3")  # written as several files
 
 
 def values(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
@@ -106,7 +151,8 @@ def fill(model: torch.nn.Module) -> None:
         transposed = ours and name.endswith(TRANSPOSED)
         made = values(p.shape[::-1] if transposed else p.shape, sum(stored.encode()))
         p.data.copy_((made.t() if transposed else made) * (0.3 if p.dim() == 2 else 0.2))
-        if p.dim() == 1 and "bias" not in stored:
+        adds_one = not ours and model.config.model_type == "gemma3_text"  # the model itself
+        if p.dim() == 1 and "bias" not in stored and not adds_one:
             p.data.add_(1.0)
 
 
@@ -126,6 +172,9 @@ def as_version_4_writes(config: dict[str, Any]) -> None:
     if "rope_parameters" not in config:
         return
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype", "float32")
@@ -176,6 +225,18 @@ def test_logits_are_theirs_in_both_styles_of_config_and_back(tmp_path: Path, nam
 
 
 @pytest.mark.peer
+@pytest.mark.parametrize("name", ["gemma3", "granite 4", "olmo2"])
+def test_files_in_bfloat16_are_read_exactly(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    make_theirs(name).bfloat16().save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = Transformer.from_pretrained(tmp_path).logits(IDS)
+        torch.testing.assert_close(logits, theirs(IDS).logits, **CLOSE)
+
+
+@pytest.mark.peer
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_gradients_are_theirs(tmp_path: Path, name: str) -> None:
     theirs = make_theirs(name)
@@ -213,7 +274,7 @@ def test_logits_are_those_that_transformers_had(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [*SHAPES.values(), replace(SHAPES["grouped-query"], family="llama", **BIASES)]
+    "shape", [SHAPES["gpt2"], QWEN3, GEMMA3, replace(QWEN3, family="llama", **BIASES)]
 )
 def test_a_model_comes_back_from_its_file_and_its_export(tmp_path: Path, shape: ModelShape) -> None:
     model = Transformer(shape, seed=2)
@@ -255,12 +316,27 @@ def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left(shape: ModelS
     torch.testing.assert_close(model.logits(ids), before[..., :9])
 
 
+@pytest.mark.parametrize(
+    ("known", "special", "left"),
+    [(12, [], 12), (11, [], 11), (13, [12], 12), (14, [13], 0), (5, [], 0)],
+    ids=["equal", "padded", "a special token without a row", "two without, one special", "small"],
+)
+def test_a_vocabulary_has_a_row_for_each_plain_token(
+    known: int, special: list[int], left: int
+) -> None:
+    model = Transformer(QWEN3)
+    tokenizer: Any = SimpleNamespace(name="t", n_vocab=known, special=dict(enumerate(special)))
+    with nullcontext() if left else pytest.raises(ConfigError):
+        fit_vocab(model, "m", tokenizer)
+        assert len(model.head_weight) == left
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
 def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> Path:
     """A folder of a Qwen3, whose tensors are changed."""
-    Transformer(SHAPES["grouped-query"]).export(folder)
+    Transformer(QWEN3).export(folder)
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -272,23 +348,27 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"activation_function": "relu"}),
     ("gpt2", {"scale_attn_weights": False}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    ("grouped-query", {"model_type": "qwen3_moe"}),
-    ("grouped-query", {"rope_parameters": {**ROPE, "rope_type": "yarn"}}),
-    ("grouped-query", {"rope_parameters": None, "rope_scaling": {"type": "su"}}),  # version 4
-    ("grouped-query", {"use_sliding_window": True}),
-    ("grouped-query", {"model_type": "mistral", "sliding_window": 4096}),
-    ("grouped-query", {"hidden_act": "gelu"}),
-    ("grouped-query", {"attention_bias": True}),
-    ("grouped-query", {"num_key_value_heads": 3}),
-    ("grouped-query", {"intermediate_size": 40}),
-    ("grouped-query", {"model_type": "llama"}),  # norms are left over
-    ("grouped-query", {"tie_word_embeddings": True}),
+    ("qwen3", {"model_type": "qwen3_moe"}),
+    ("qwen3", {"rope_parameters": {**ROPE, "rope_type": "yarn"}}),
+    ("qwen3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}),  # version 4
+    ("qwen3", {"use_sliding_window": True}),
+    ("qwen3", {"model_type": "mistral", "sliding_window": 4096}),
+    ("qwen3", {"hidden_act": "gelu"}),
+    ("qwen3", {"quantization_config": {"quant_method": "fp8"}}),
+    ("gemma3", {"attn_logit_softcapping": 50.0}),
+    ("gemma3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"num_key_value_heads": 3}),
+    ("qwen3", {"intermediate_size": 40}),
+    ("qwen3", {"model_type": "llama"}),  # norms are left over
+    ("qwen3", {"tie_word_embeddings": True}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "changes"), REFUSED, ids=str)
 def test_other_computations_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
-    Transformer(SHAPES[kind]).export(tmp_path)
+    Transformer({"gpt2": SHAPES["gpt2"], "gemma3": GEMMA3, "qwen3": QWEN3}[kind]).export(tmp_path)
     Transformer.from_pretrained(tmp_path)
     edit(tmp_path, lambda config: config.update(changes))
     with pytest.raises(ValueError):

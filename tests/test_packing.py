@@ -14,8 +14,8 @@ from torch import Tensor
 from minigrpo.model import linear, logprobs
 from minigrpo.model import packing as packing_module
 from minigrpo.model.encoding import to_completions
+from minigrpo.model.families import FAMILIES
 from minigrpo.model.frozen_model import FrozenModel
-from minigrpo.model.hf import FAMILIES
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packing import PACKINGS, CompletionRows, pack
 from minigrpo.model.shape import RopeScaling
@@ -57,7 +57,25 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "mistral": {**LLAMA, "head_dim": 8, "tied": False},
+    "exaone4": {**LLAMA, "head_dim": 8},
+    "gemma3_text": {
+        **LLAMA,
+        "head_dim": 8,
+        "window": 3,
+        "full_every": 2,
+        "local_rope_theta": 50.0,
+        "attention_size": 5,
+    },
+    "granitemoehybrid": LLAMA,
+    "granite": {
+        **LLAMA,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_divisor": 2.0,
+    },
+    "mistral": {**LLAMA, "head_dim": 8, "tied": False, "window": 3, "full_every": 2},
+    "olmo2": LLAMA,
     "qwen2": LLAMA,
     "qwen3": {**LLAMA, "head_dim": 6, "tied": False},
     "smollm3": {**LLAMA, "layers": 4, "kv_heads": 1},
@@ -152,10 +170,10 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
     value = one.clone().requires_grad_()
     part = CompletionRows(rows, rows, last=rows)
-    part.attend(one, one, value).sum().backward()
+    part.attend(one, one, value, 0).sum().backward()
     assert value.grad.item() == 512
     # rows of masks begin at multiples of eight, or CUDA's attention would copy it in every layer
-    assert all(stride % 8 == 0 for mask in part.masks for stride in mask.stride()[:-1])
+    assert all(stride % 8 == 0 for mask in part.masks.values() for stride in mask.stride()[:-1])
 
 
 def make_frozen(model: Transformer) -> FrozenModel:

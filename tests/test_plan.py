@@ -1,6 +1,7 @@
 """The plan: hand counts, and the peaks that torch's allocator measures."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ GPT2 = ModelShape(vocab_size=360)
 GQA = ModelShape(
     vocab_size=300, layers=3, width=64, family="qwen3", mlp_width=176, kv_heads=2, head_dim=24
 )
+GEMMA3 = replace(GQA, family="gemma3_text", layers=4, window=20, full_every=4, tied=True)
+OLMO2 = replace(GQA, family="olmo2")
 QWEN: dict[str, Any] = {"family": "qwen2", "mlp_width": 18_944, "kv_heads": 4, "tied": False}
 QWEN_7B = ModelShape(152_064, context=131_072, layers=28, width=3_584, heads=28, **QWEN)
 
@@ -117,6 +120,9 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
         (GPT2, {"gradient_checkpointing": True}),
         (GQA, {}),
         (GQA, {"lora_rank": 4}),
+        (GEMMA3, {}),
+        (OLMO2, {}),
+        (replace(GQA, family="granitemoehybrid"), {}),
         (ModelShape(vocab_size=30_000, layers=1, width=32), {}),
     ],
 )
@@ -137,4 +143,4 @@ def test_the_update_takes_what_the_closed_forms_say(
 
     parts = parts_of(config, shape, prompt=30)
     expected = parts["activations"] + parts["logits"]
-    assert expected / MIB == pytest.approx(measured(update), rel=0.2)
+    assert expected / MIB == pytest.approx(measured(update), rel=0.2), expected / MIB

@@ -17,6 +17,7 @@ from torch import Tensor
 from minigrpo import Config
 from minigrpo.config import SamplingConfig
 from minigrpo.evaluate import complete
+from minigrpo.model.families import FAMILIES
 from minigrpo.model.packing import PACKINGS
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
@@ -30,6 +31,7 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
+from .test_packing import varied
 from .tiny import tiny_tokenizer_folder
 
 LENGTH = 12
@@ -137,6 +139,21 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
         for table, right in zip(tables, zip(*expected[p][g], strict=True), strict=False):
             assert table[p, g, :n].tolist() == pytest.approx(list(right), abs=1e-6)
             assert not table[p, g, n:].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_decoded_as_by_the_naive_loop(family: str) -> None:
+    model, prompts = varied(family), make_completions(0, width=12)
+    asked = prompts.prompt_ids, prompts.prompt_len
+    more = {"stops": [EOS], "max_new_tokens": LENGTH}
+    found = generate(model, *asked, **more, drafts=torch.arange(60).view(3, 20) % VOCAB)
+    for p, length in enumerate(prompts.prompt_len):
+        prompt = prompts.prompt_ids[p, :length].tolist()
+        expected = naive_completion(model, prompt, None, {EOS}, sampling.PLAIN)
+        tokens, logp, _ = zip(*expected, strict=True)
+        assert found.completion_ids[p, 0, : len(tokens)].tolist() == [*tokens]
+        assert found.sampler_logp[p, 0, : len(logp)].tolist() == pytest.approx(logp, abs=1e-6)
 
 
 @torch.no_grad()

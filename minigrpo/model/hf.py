@@ -7,7 +7,7 @@ loading it anyway would give a model that runs but writes nonsense.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ConfigError, refusing
+from .families import FAMILIES, FULL, OLD_WORDS, WINDOWED
 from .shape import ModelShape
 
 WEIGHTS = "model.safetensors"
@@ -37,26 +38,6 @@ def read_json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
 
-# model_type in config.json -> the class in transformers; those after GPT-2 differ in settings alone
-FAMILIES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
-# the parts of a parameter's name here -> in files, where they differ
-LLAMA_NAMES = {
-    "wte": "model.embed_tokens",
-    "h": "model.layers",
-    "ln_1": "input_layernorm",
-    "attn": "self_attn",
-    "ln_2": "post_attention_layernorm",
-    "ln_f": "model.norm",
-    "head": "lm_head",
-}
-GPT2_PREFIX = "transformer."  # of names in files, but for the head's; it may be missing
 # ends of names whose weights are stored as [in, out]; only GPT-2 has them
 TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight")
 # stored by older versions, and not needed
@@ -65,97 +46,75 @@ BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
 
 def stored_name(shape: ModelShape, name: str) -> str:
     """The name in files of a parameter here."""
-    names = {"head": "lm_head"} if shape.is_gpt2 else LLAMA_NAMES
+    names = shape.kind.names
     return ".".join(names.get(part, part) for part in name.split("."))
 
 
-# the fields of ModelShape -> their names in config.json
-GPT2_FIELDS = {
-    "vocab_size": "vocab_size",
-    "context": "n_positions",
-    "layers": "n_layer",
-    "width": "n_embd",
-    "heads": "n_head",
-    "mlp_width": "n_inner",
-    "norm_eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
-}
-LLAMA_FIELDS = {
-    "vocab_size": "vocab_size",
-    "context": "max_position_embeddings",
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "mlp_width": "intermediate_size",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "tied": "tie_word_embeddings",
-}
-# more of them, with the same names there -> the families whose classes in transformers read them
-BIASES = {"attention_bias": ("llama", "qwen3", "smollm3"), "mlp_bias": ("llama", "smollm3")}
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
-# settings, and their values for which transformer.py computes the same; most may be missing
-SUPPORTED: dict[str, Sequence[object]] = {
-    "model_type": [*FAMILIES],
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-    "scale_attn_weights": [True],
-    "scale_attn_by_inverse_layer_idx": [False],
-    "rope_type": ("default", "llama3"),
-    "hidden_act": ["silu"],
-    "use_sliding_window": [False],
-}
-
-
-def config_names(family: str) -> dict[str, str]:
-    """The fields of ModelShape -> their names in a family's config.json."""
-    if family == "gpt2":
-        return GPT2_FIELDS
-    return LLAMA_FIELDS | {bias: bias for bias in BIASES if family in BIASES[bias]}
 
 
 @refusing(CONFIG)
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    family = config["model_type"]
-    defaults = {
-        "layer_norm_epsilon": 1e-5,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 2e6 if family == "smollm3" else 1e4,
-        "tie_word_embeddings": family in ("gpt2", "smollm3"),
-    }
-    supported = dict(SUPPORTED)
-    if family == "smollm3":  # every fourth layer does not rotate: see ModelShape.rotates
-        layers = config["num_hidden_layers"]
-        supported["no_rope_layers"] = None, ([1, 1, 1, 0] * layers)[:layers]
-    if family == "mistral":  # it has a window, and no field that says whether it is used
-        supported["sliding_window"] = [None]
-    # transformers 5 writes `rope_parameters`, version 4 two fields
+    name = config["model_type"]
+    if name not in FAMILIES:
+        raise ValueError(f"model_type is {name!r}, not {' or '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    # 1. The rotary positions: version 4 of transformers has fields, 5 `rope_parameters`, for some
+    # families one for each kind of layer.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    config = {**defaults, **config, "rope_type": rope.get("type", "default"), **rope}
+    local = rope.get(WINDOWED) or {}
+    rope = rope.get(FULL, rope)
+    config = {**family.missing, **config, **rope}
+    if local:
+        config["rope_local_base_freq"] = local["rope_theta"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    # 2. The shape. Older files say which layers have a window by a number alone.
+    fields = {ours: config.get(theirs) or 0 for ours, theirs in family.fields.items()}
+    of_layers: list[str] = []
+    if family.names_layers:
+        of_layers = [OLD_WORDS.get(word, word) for word in config.get("layer_types") or ()]
+    if WINDOWED in of_layers and FULL in of_layers:
+        fields["full_every"] = 1 + of_layers.index(FULL)
+    scaling = rope if kind == "llama3" else None
+    shape = SHAPES.validate_python({**fields, "family": name, "rope_scaling": scaling})
+    # 3. What transformer.py would compute otherwise.
+    said = {**config, "rope_type": kind, "layer_types": of_layers}
+    supported = {
+        "quantization_config": [None],
+        "rope_type": ("default", "llama3"),
+        "no_rope_layers": (None, [int(shape.rope_theta_of(n) > 0) for n in range(shape.layers)]),
+        "layer_types": ([], layer_types(shape)),
+        **family.supported,
+    }
     for name, values in supported.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} is {config[name]!r}, not {' or '.join(map(str, values))}")
-    fields = {ours: config.get(theirs) or 0 for ours, theirs in config_names(family).items()}
-    scaling = rope if config["rope_type"] == "llama3" else None
-    return SHAPES.validate_python({**fields, "family": family, "rope_scaling": scaling})
+        if name in said and said[name] not in values:
+            raise ValueError(f"{name} is {said[name]!r}, not {' or '.join(map(str, values))}")
+    return shape
+
+
+def layer_types(shape: ModelShape) -> list[str]:
+    """What config.json says of each layer."""
+    return [WINDOWED if shape.window_of(layer) else FULL for layer in range(shape.layers)]
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
     """The contents of config.json, in words that versions 4 and 5 of transformers read."""
     written = {
-        "architectures": [FAMILIES[shape.family]],
+        "architectures": [shape.kind.architecture],
         "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in config_names(shape.family).items()},
+        **{theirs: getattr(shape, ours) for ours, theirs in shape.kind.fields.items()},
+        **{theirs: values[0] for theirs, values in shape.kind.supported.items()},
         # some families have defaults beyond the vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
-    if shape.is_gpt2:
+    if shape.kind.is_gpt2:
         # transformers would train with its default of 0.1
         return {**written, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
     scaling = shape.rope_scaling and {"rope_type": "llama3", **asdict(shape.rope_scaling)}
-    return {**written, "rope_scaling": scaling, "sliding_window": None}
+    if shape.kind.names_layers:
+        written["layer_types"] = layer_types(shape)
+    return {**written, "rope_scaling": scaling, "sliding_window": shape.window or None}
 
 
 def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
@@ -204,13 +163,25 @@ def to_state(
     ours = {stored_name(shape, name): name for name in names}
     state: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
-        name = stored.removeprefix(GPT2_PREFIX)
+        name = stored.removeprefix(shape.kind.prefix)
         if not BUFFERS.fullmatch(name):
-            state[ours.get(name, name)] = tensor.t() if name.endswith(TRANSPOSED) else tensor
+            plain = tensor.t() if name.endswith(TRANSPOSED) else tensor
+            add_one = shape.kind.norms_add_one and tensor.dim() == 1
+            state[ours.get(name, name)] = plain.float() + 1 if add_one else plain
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
     return state
+
+
+def from_state(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_state`."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        plain = tensor.t() if name.endswith(TRANSPOSED) else tensor
+        add_one = shape.kind.norms_add_one and tensor.dim() == 1
+        tensors[stored_name(shape, name)] = plain - 1 if add_one else plain
+    return tensors
 
 
 def write_tensors(

@@ -8,7 +8,7 @@ the model is the one that training started from: the reference of a KL shares al
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def add_adapters(
     chosen = {*targets.replace(" ", "").split(",")} - {""}
     parts = model.h.named_modules(prefix="h")
     linears = {name: part for name, part in parts if type(part) is Linear}
-    names = layer_names(linears)
+    names = layer_names(model, linears)
     unknown = chosen - {*names, *linears}
     if unknown:
         raise ConfigError(f"--lora-targets: {', '.join(unknown)} is none of {', '.join(names)}")
@@ -71,7 +71,7 @@ def add_adapters(
     generator = torch.Generator().manual_seed(seed)
     for name, base in linears.items():
         # c_proj is the name of two layers of a GPT-2 block; both are meant
-        if not chosen or chosen & {name, name.split(".")[-1]}:
+        if not chosen or chosen & {name, *layer_names(model, [name])}:
             model.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
 
 
@@ -80,9 +80,9 @@ def adapters(model: nn.Module) -> dict[str, LoRALinear]:
     return {name: part for name, part in model.named_modules() if isinstance(part, LoRALinear)}
 
 
-def layer_names(layers: Mapping[str, nn.Module]) -> list[str]:
-    """The last parts of names, such as q_proj, each once."""
-    return sorted({name.split(".")[-1] for name in layers})
+def layer_names(model: Transformer, layers: Iterable[str]) -> list[str]:
+    """The last parts of the layers' names in files, such as q_proj, each once."""
+    return sorted({hf.stored_name(model.shape, name).split(".")[-1] for name in layers})
 
 
 def freeze_adapters(model: nn.Module) -> None:
@@ -124,7 +124,7 @@ def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def peft_names(model: Transformer) -> dict[str, str]:
     """The names of the adapters' tensors here -> in adapter_model.safetensors."""
-    prefix = f"base_model.model.{hf.GPT2_PREFIX if model.shape.is_gpt2 else ''}"
+    prefix = f"base_model.model.{model.shape.kind.prefix}"
     names = trained_state(model)
     return {name: f"{prefix}{hf.stored_name(model.shape, name)}.weight" for name in names}
 
@@ -134,7 +134,8 @@ def peft_settings(model: Transformer) -> dict[str, Any]:
     layers = adapters(model)
     first = next(iter(layers.values()))
     rank = len(first.lora_A)
-    return {"r": rank, "lora_alpha": first.scale * rank, "target_modules": layer_names(layers)}
+    names = layer_names(model, layers)
+    return {"r": rank, "lora_alpha": first.scale * rank, "target_modules": names}
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
@@ -148,7 +149,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name,
         "revision": revision,
-        "fan_in_fan_out": model.shape.is_gpt2,
+        "fan_in_fan_out": model.shape.kind.is_gpt2,
         **peft_settings(model),
     }
     return {

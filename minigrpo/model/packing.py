@@ -57,7 +57,7 @@ those that add two tokens, and those that add one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -94,6 +94,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
     return attended.unflatten(2, (share, -1)).flatten(1, 2)
 
 
+def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of rows `[B, H or K, T, E]`; each token sees the last `window`, 0: all."""
+    length = q.shape[2]
+    if not 0 < window < length:
+        return sdpa(q, k, v)
+    share = q.shape[1] // k.shape[1]
+    return sdpa(q, k, v, mask=window_mask(window, length, share, q.dtype, q.device))
+
+
+@lru_cache(maxsize=4)  # not one for each layer, which autograd would keep
+def window_mask(
+    window: int, length: int, share: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask `[1, 1, share * T, T]` of causal rows with a window."""
+    places = torch.arange(length, device=device)
+    age = places[:, None] - places  # of a key, when a query sees it
+    unseen = ((age < 0) | (age >= window)).repeat(share, 1)[None, None]
+    return unseen.to(dtype).masked_fill_(unseen, -torch.inf)
+
+
 @dataclass(frozen=True)
 class CompletionRows:
     """Attention of the tokens that completions add, as padded rows.
@@ -105,22 +125,24 @@ class CompletionRows:
     queries: Tensor  # [C, T] places of packed tokens: C rows
     keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
     last: Tensor  # [C, T] up to which of the L keys each query attends
-    masks: list[Tensor] = field(default_factory=list, init=False)  # once run, sdpa's
+    masks: dict[int, Tensor] = field(default_factory=dict, init=False)  # once run, by window
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
-        if not self.masks:  # one for all layers; else autograd would keep one of each
+        num_keys = self.keys.shape[1]
+        window = window if window < num_keys else 0
+        if window not in self.masks:  # not one for each layer, which autograd would keep
             share = q.shape[1] // k.shape[1]
-            num_keys = self.keys.shape[1]
             last = self.last.repeat(1, share)[:, None, :, None]
             # rows of a multiple of 8 in memory, because CUDA's attention would copy others
-            unseen = torch.arange(num_keys + -num_keys % 8, device=last.device) > last
+            age = last - torch.arange(num_keys + -num_keys % 8, device=last.device)
+            unseen = (age < 0) | (age >= (window or torch.inf))
             mask = unseen.to(q.dtype).masked_fill_(unseen, -torch.inf)
-            self.masks.append(mask[..., :num_keys])
+            self.masks[window] = mask[..., :num_keys]
         # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
         wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
         k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
-        return sdpa(rows_of(q, self.queries), k, v, mask=self.masks[0])
+        return sdpa(rows_of(q, self.queries), k, v, mask=self.masks[window])
 
 
 @dataclass(frozen=True)
@@ -137,11 +159,11 @@ class Packing:
     completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`, the same in every layer."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`; `window`: see `ModelShape`."""
         # padding is on the right, so causality hides it
-        outs = [sdpa(*(rows_of(x, self.causal_rows) for x in (q, k, v)))]
-        outs += [rows.attend(q, k, v) for rows in self.completion_rows]
+        outs = [causal(window, *(rows_of(x, self.causal_rows) for x in (q, k, v)))]
+        outs += [rows.attend(q, k, v, window) for rows in self.completion_rows]
         flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
         return flat.index_select(0, self.unpad)
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .linear import Linear, linear
 from .logprobs import at_least_fp32, token_logprobs
-from .packing import Packing, sdpa
+from .packing import Packing, causal
+from .rotary import Rotations, rotation
 from .shape import ModelShape as ModelShape
 from .weights import Weights
 
@@ -25,40 +26,6 @@ from .weights import Weights
 QKV = tuple[Tensor, Tensor, Tensor]
 # The attention of one layer: its number, queries, keys and values -> [N, H, E].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-Rotate = Callable[[Tensor], Tensor] | None  # [N, H, E] -> [N, H, E]; None: learned positions
-
-
-def rotation(shape: ModelShape, positions: Tensor) -> Rotate:
-    """A function that rotates heads `[N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
-
-    The first half of a head is rotated against the second half, as in Llama's files; in float32 or
-    wider, whatever the model's precision.
-    """
-    angles = positions[:, None, None] * frequencies(shape, positions.device)
-    cos, sin = angles.cos(), angles.sin()  # [N, 1, E / 2]
-    cos_of_both = torch.cat([cos, cos], dim=-1)  # [N, 1, E]
-    sin_of_both = torch.cat([-sin, sin], dim=-1)
-
-    def rotate(heads: Tensor) -> Tensor:
-        wide = at_least_fp32(heads)
-        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves
-        return torch.addcmul(wide * cos_of_both, swapped, sin_of_both).to(heads.dtype)
-
-    return rotate
-
-
-@cache  # made in every forward, they would be copied to the device for every decoded token
-def frequencies(shape: ModelShape, device: torch.device) -> Tensor:
-    """Rotary frequencies `[E / 2]` float32, in radians per position."""
-    numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
-    plain = 1.0 / shape.rope_theta ** (numbers / shape.head_dim)
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return plain.to(device)
-    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the plain frequency
-    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -71,8 +38,12 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(hidden.to(self.weight.dtype)).to(hidden.dtype)
 
 
+def times(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier
+
+
 def make_norm(shape: ModelShape) -> nn.Module:
-    return (nn.LayerNorm if shape.is_gpt2 else RMSNorm)(shape.width, shape.norm_eps)
+    return (nn.LayerNorm if shape.kind.is_gpt2 else RMSNorm)(shape.width, shape.norm_eps)
 
 
 class GPT2Projections(nn.Module):
@@ -99,27 +70,34 @@ class LlamaProjections(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        qkv_bias = shape.attention_bias or shape.family == "qwen2"
+        qkv_bias = shape.attention_bias or shape.kind.qkv_bias
         queries = shape.heads * shape.head_dim
         self.q_proj = Linear(shape.width, queries, bias=qkv_bias)
         self.k_proj = Linear(shape.width, shape.kv_width, bias=qkv_bias)
         self.v_proj = Linear(shape.width, shape.kv_width, bias=qkv_bias)
         self.o_proj = Linear(queries, shape.width, bias=shape.attention_bias)
-        norm: type[nn.Module] = RMSNorm if shape.family == "qwen3" else nn.Identity
-        self.q_norm = norm(shape.head_dim, shape.norm_eps)  # of each head, before it is rotated
-        self.k_norm = norm(shape.head_dim, shape.norm_eps)
+        norm: type[nn.Module] = nn.Identity if shape.kind.qk_norm == "none" else RMSNorm
+        self.norms_whole = shape.kind.qk_norm == "width"
+        self.q_norm = norm(queries if self.norms_whole else shape.head_dim, shape.norm_eps)
+        self.k_norm = norm(shape.kv_width if self.norms_whole else shape.head_dim, shape.norm_eps)
 
     def qkv(self, hidden: Tensor) -> QKV:
         """Of hidden states `[N, D]`."""
-        heads = -1, self.head_dim
-        q = self.q_proj(hidden).unflatten(-1, heads)
-        k = self.k_proj(hidden).unflatten(-1, heads)
-        v = self.v_proj(hidden).unflatten(-1, heads)
-        return self.q_norm(q), self.k_norm(k), v
+        q, k, v = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        if self.norms_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if not self.norms_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
     def project(self, attended: Tensor) -> Tensor:
         """`[N, H, E]` -> `[N, D]`."""
         return self.o_proj(attended.flatten(1))
+
+
+gelu = partial(F.gelu, approximate="tanh")
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": gelu}
 
 
 class MLP(nn.Module):
@@ -131,20 +109,30 @@ class MLP(nn.Module):
         self.c_proj = Linear(shape.mlp_width, shape.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh"))
+        return self.c_proj(gelu(self.c_fc(hidden)))
 
 
 class GatedMLP(nn.Module):
-    """Llama's SwiGLU (Shazeer, arXiv 2002.05202)."""
+    """Llama's SwiGLU, or with another gate (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.up_proj = Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.gate = GATES[shape.kind.gate]
+        make = partial(Linear, shape.width, bias=shape.mlp_bias)
+        self.is_fused = shape.kind.has_fused_gate
+        if self.is_fused:
+            self.gate_up_proj = make(2 * shape.mlp_width)
+        else:
+            self.gate_proj = make(shape.mlp_width)
+            self.up_proj = make(shape.mlp_width)
         self.down_proj = Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        if self.is_fused:
+            gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        return self.down_proj(self.gate(gate) * up)
 
 
 @cache
@@ -156,18 +144,26 @@ def compiled_part(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and with a residual connection."""
+    """Attention and MLP, each with norms before or after it and a residual connection."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.rotates = shape.rotates(layer)
-        self.ln_1 = make_norm(shape)
-        self.attn = (GPT2Projections if shape.is_gpt2 else LlamaProjections)(shape)
-        self.ln_2 = make_norm(shape)
-        self.mlp = (MLP if shape.is_gpt2 else GatedMLP)(shape)
+        self.rope_theta = shape.rope_theta_of(layer)
+        self.query_scale = shape.query_scale
+        self.residual_multiplier = shape.residual_multiplier
+        before, after = (
+            make_norm if shape.kind.norms in (place, "both") else nn.Identity
+            for place in ("before", "after")
+        )
+        self.ln_1 = before(shape)
+        self.attn = (GPT2Projections if shape.kind.is_gpt2 else LlamaProjections)(shape)
+        self.ln_1_after = after(shape)
+        self.ln_2 = before(shape)
+        self.mlp = (MLP if shape.kind.is_gpt2 else GatedMLP)(shape)
+        self.ln_2_after = after(shape)
 
-    def forward(self, hidden: Tensor, attend: Attend, rotate: Rotate, compiled: bool) -> Tensor:
+    def forward(self, hidden: Tensor, attend: Attend, rotate: Rotations, compiled: bool) -> Tensor:
         """`[N, D]` -> `[N, D]`.
 
         What comes before and after attention may be compiled. Attention itself is not: its shapes
@@ -181,9 +177,10 @@ class Block(nn.Module):
         with torch.autocast("cpu", enabled=False):
             if q.is_cpu:
                 q, k, v = map(at_least_fp32, (q, k, v))
-            if rotate and self.rotates:
-                q, k = rotate(q), rotate(k)
-            attended = attend(self.layer, q, k, v)
+            if self.rope_theta:
+                turn = rotate[self.rope_theta]
+                q, k = turn(q), turn(k)
+            attended = attend(self.layer, times(q, self.query_scale), k, v)
         return after(self, hidden, attended)
 
     def before_attention(self, hidden: Tensor) -> QKV:
@@ -192,8 +189,10 @@ class Block(nn.Module):
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The block's inputs `[N, D]` and attention's results `[N, H, E]` -> `[N, D]`."""
-        hidden = hidden + self.attn.project(attended)
-        return hidden + self.mlp(self.ln_2(hidden))
+        added = self.ln_1_after(self.attn.project(attended))
+        hidden = hidden + times(added, self.residual_multiplier)
+        added = self.ln_2_after(self.mlp(self.ln_2(hidden)))
+        return hidden + times(added, self.residual_multiplier)
 
 
 class Predictions(NamedTuple):
@@ -210,10 +209,11 @@ class Transformer(Weights):
         """Random weights from `seed`; None: on `meta`, without memory."""
         super().__init__()
         self.shape = shape
+        self.rope_bases = {*map(shape.rope_theta_of, range(shape.layers))} - {0}
         self.checkpointing, self.compiled = False, False  # those of a copy for training may be True
         with torch.device("meta"):  # where torch's own initialisation takes no time
             self.wte = nn.Embedding(shape.vocab_size, shape.width)
-            self.wpe = nn.Embedding(shape.context, shape.width) if shape.is_gpt2 else None
+            self.wpe = nn.Embedding(shape.context, shape.width) if shape.kind.is_gpt2 else None
             self.h = nn.ModuleList(Block(shape, layer) for layer in range(shape.layers))
             self.ln_f = make_norm(shape)
             self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
@@ -240,15 +240,16 @@ class Transformer(Weights):
         """Final hidden states `[N, D]` of tokens `ids [N]` at `positions [N]` in their texts."""
         # frozen embeddings may be in lower precision
         hidden = self.wte(ids).to(self.ln_f.weight.dtype)
-        rotate = rotation(self.shape, positions) if self.wpe is None else None
+        hidden = times(hidden, self.shape.embedding_scale)
         if self.wpe is not None:
             hidden = hidden + self.wpe(positions)
+        rotations = {base: rotation(self.shape, base, positions) for base in self.rope_bases}
         # the backward pass computes a block's activations again; nothing in them is random
         recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for block in self.h:
-            inputs = hidden, attend, rotate, self.compiled
+            inputs = hidden, attend, rotations, self.compiled
             hidden = recompute(block, *inputs) if self.checkpointing else block(*inputs)
-        return self.ln_f(hidden)
+        return times(self.ln_f(hidden), 1 / self.shape.logits_divisor)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
@@ -259,7 +260,7 @@ class Transformer(Weights):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = [x.unflatten(0, ids.shape).transpose(1, 2) for x in (q, k, v)]  # [B, H, T, E]
-            return sdpa(*rows).transpose(1, 2).flatten(0, 1)
+            return causal(self.shape.window_of(layer), *rows).transpose(1, 2).flatten(0, 1)
 
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         hidden = self.forward_hidden(ids.flatten(), positions.flatten(), attend)
@@ -273,7 +274,11 @@ class Transformer(Weights):
         The output head runs only on the M packed tokens that predict a completion token. With
         `learn_entropy` the entropy has a gradient.
         """
-        hidden = self.forward_hidden(packing.ids, packing.positions, packing.attend)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return packing.attend(q, k, v, self.shape.window_of(layer))
+
+        hidden = self.forward_hidden(packing.ids, packing.positions, attend)
         hidden = hidden.index_select(0, packing.sources)  # [M, D]
         both = token_logprobs(hidden, self.head_weight, packing.targets, temperature, learn_entropy)
         # [M] -> [P, G, S]

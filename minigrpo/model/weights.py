@@ -97,10 +97,7 @@ class Weights(nn.Module):
 
     def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
         """Write a float32 file for `from_pretrained`, by default with the shape as its header."""
-        tensors = {
-            hf.stored_name(self.shape, name): tensor.t() if name.endswith(hf.TRANSPOSED) else tensor
-            for name, tensor in self.state_dict().items()
-        }
+        tensors = hf.from_state(self.shape, self.state_dict())
         hf.write_tensors(tensors, Path(path), header or {hf.SHAPE: json.dumps(asdict(self.shape))})
 
     def export(self, folder: Path) -> None:

@@ -11,6 +11,7 @@ Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and val
 R heads of queries (H = K * R), heads of size E, L layers.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from ..model.linear import autocast_dtype, has_float32_products
 from ..model.logprobs import logits_of
-from ..model.packing import rows_of, sdpa
+from ..model.packing import causal, rows_of
 from ..model.transformer import Transformer
 from ..runtime.graphs import copy_into, next_size
 
+Masks = Mapping[int, Tensor]  # what is not seen, by window, [B, 1, 1, W, Lp + num_columns]
 BLOCK = 64  # columns by which the used part of a cache grows
 
 
@@ -51,6 +53,9 @@ class Decoder:
         self.prompt_kv = torch.empty(0)  # [L, 2, P, K, Lp, E]
         self.own_kv = torch.empty(0)  # of the slots' own tokens, [L, 2, B, K, columns, E]
         self.columns = 0  # of own_kv that are in use
+        longest = room.prompt_len + room.columns
+        windows = map(model.shape.window_of, range(model.shape.layers))
+        self.windows = [window if window < longest else 0 for window in windows]  # by layer
         grid_size = self.prompts * self.pad_to(room.slots_of_prompt)
         size = self.slots * (1 + self.heads) + grid_size * self.heads
         self.layout = torch.zeros(size, dtype=torch.int64, device=model.device)
@@ -121,7 +126,8 @@ class Decoder:
         stored = self.prompt_kv[layer, :, first : first + len(k)]
         stored[..., :width, :] = torch.stack([k, v])
         stored[..., width:, :] = 0  # attention gives it no weight, but 0 times a NaN is NaN
-        return sdpa(q, k, v).transpose(1, 2).flatten(0, 1).index_select(0, places)
+        attended = causal(self.windows[layer], q, k, v)
+        return attended.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
     def step(
         self, tokens: Tensor, columns: Tensor, num_columns: int, last: Tensor | None = None
@@ -136,13 +142,18 @@ class Decoder:
         """
         width, device = tokens.shape[1], tokens.device
         columns = columns[:, None] + torch.arange(width, device=device)  # [B, W]
-        in_prompt = torch.arange(self.prompt_width, device=device) < self.starts[:, None]
-        own = torch.arange(num_columns, device=device) <= columns[..., None]
-        visible = torch.cat([in_prompt[:, None].expand(-1, width, -1), own], dim=-1)
-        # [B, 1, 1, W, Lp + num_columns], one for all layers
-        attend = partial(self._attend, columns, ~visible[:, None, None])
+        positions = self.starts[:, None] + columns
+        of_prompt = torch.arange(self.prompt_width, device=device)
+        own = torch.arange(num_columns, device=device)
+        in_prompt = (of_prompt < self.starts[:, None])[:, None].expand(-1, width, -1)
+        visible = torch.cat([in_prompt, own <= columns[..., None]], dim=-1)
+        masks = {0: ~visible[:, None, None]}
+        for window in {*self.windows} - {0}:
+            age = torch.cat([positions[..., None] - of_prompt, columns[..., None] - own], dim=-1)
+            masks[window] = masks[0] | (age >= window)[:, None, None]
+        attend = partial(self._attend, columns, masks)
         # proposals may go past the context; they are never kept, but their positions must exist
-        positions = (self.starts[:, None] + columns).clamp(max=self.model.shape.context - 1)
+        positions = positions.clamp(max=self.model.shape.context - 1)
         hidden = self.model.forward_hidden(tokens.flatten(), positions.flatten(), attend)
         hidden = hidden.unflatten(0, tokens.shape)
         if last is not None:
@@ -158,9 +169,10 @@ class Decoder:
         return self.columns
 
     def _attend(
-        self, columns: Tensor, masked: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, columns: Tensor, masks: Masks, layer: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
+        masked = masks[self.windows[layer]]
         (num_slots, width), heads = columns.shape, self.heads
         prompt = self.prompt_kv[layer, :, : self.grid_shape[0], :, : self.prompt_width]
         slots = torch.arange(num_slots, device=q.device)[:, None]

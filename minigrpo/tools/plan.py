@@ -33,10 +33,11 @@ def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> f
     """
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if shape.is_gpt2 else 2)
-    norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.family == "qwen3")
+    norms = 2 * FLOAT * width * (1 if shape.kind.is_gpt2 else 2)
+    norms *= 2 if shape.kind.norms == "both" else 1
+    norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.kind.qk_norm != "none")
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
-    inside_mlp = shape.mlp_width * (2 if shape.is_gpt2 else 4)
+    inside_mlp = shape.mlp_width * (2 if shape.kind.is_gpt2 else 4)
     linears = size * (2 * width + inner + inside_mlp)
     queries = 2 * size * inner + FLOAT * shape.heads
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
@@ -54,7 +55,9 @@ def parts_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, floa
     predictions = prompts * group * length
     tokens = prompts * prompt + predictions
     keys = tokens + prompts * group * prompt
-    masks = predictions * (prompt + length) * (1 + size * shape.heads / shape.kv_heads)
+    longest = prompt + length
+    windows = {min(shape.window_of(layer) or longest, longest) for layer in range(shape.layers)}
+    masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
     kept = kept_by_block(shape, size, tokens, keys)
     kept_by_all = kept * shape.layers
     if memory.gradient_checkpointing:
