@@ -78,7 +78,8 @@ RULES = (
         "reward",
         has_not_risen,
         "The reward has not risen.",
-        "Try three times the --learning-rate, more --prompts-per-step, or more steps.",
+        "If it fell, lower --learning-rate. Otherwise try three times as much, more "
+        "--prompts-per-step, or more steps.",
         fewest=100,
     ),
     Rule(
