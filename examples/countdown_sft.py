@@ -1,4 +1,11 @@
-"""How the model that ships for countdown was made: by random searches (--config countdown-sft)."""
+r"""How the model that ships for countdown was made: by random searches (--config countdown-sft).
+
+More of the same, as the control of GRPO in docs/results.md:
+
+    minigrpo train --task examples/countdown_sft.py --model minigrpo/assets/countdown.safetensors \
+        --loss nll --group-size 1 --prompts-per-step 256 --learning-rate 5e-4 \
+        --max-new-tokens 72 --eval-every 50 --out-dir runs/supervised-0
+"""
 
 from collections.abc import Sequence
 

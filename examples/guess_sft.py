@@ -1,4 +1,9 @@
-"""How the model that ships for guess was made: by random games (--config guess-sft)."""
+"""How the model that ships for guess was made: by random games (--config guess-sft).
+
+More of the same, as the control of GRPO in docs/results.md:
+
+    minigrpo train --config guess --task examples/guess_sft.py --loss nll
+"""
 
 from dataclasses import replace
 

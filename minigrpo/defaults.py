@@ -80,7 +80,8 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
         of_all, of_adapters = 3e-5, 1e-3
-        settings |= {"prompts_per_step": 16, "group_size": 16, "micro_batch_size": 1}
+        settings |= {"prompts_per_step": 16, "group_size": 16}
+        settings["micro_batch_size"] = 1 if has_cuda(device) else 4
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":
             of_all, of_adapters = 2e-5, 2e-4
