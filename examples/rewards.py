@@ -9,8 +9,8 @@ r"""Reward functions of your own, added to those of a task.
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
 question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes
-too long or does not return a finite number does not stop the run: the completion gets 0, and the
-failure is counted in the metrics.
+too long or does not return a finite number does not stop the run: the completion counts as the
+worst of its group, and the failure is counted in the metrics.
 """
 
 from minigrpo import reward
@@ -19,7 +19,7 @@ from minigrpo.types import Example
 
 @reward(weight=0.5)
 def close(example: Example, text: str) -> float:
-    """1 for the true number, less for others. What is no number raises, and so gets 0."""
+    """1 for the true number, less for others. Other text raises: a failure."""
     return 1 / (1 + abs(int(text) - int(example.answer)))
 
 
