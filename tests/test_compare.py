@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def compared(*runs: Path, pool: bool = False) -> dict[str, Difference]:
     """The tests of the second setting against the first by measure."""
     first, second = runs_by_setting([read_run(run, print) for run in runs], pool).values()
     return differences(first, second)
+
+
+def test_versions_of_a_users_file_are_not_pooled(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / str(n), [1], seed=n), print) for n in range(3)]
+    files = [replace(run, versions={"/l.py": x * 64}) for run, x in zip(runs, "aab", strict=True)]
+    assert [len(same) for same in runs_by_setting(files, pool=True).values()] == [2, 1]
 
 
 def test_examples_are_paired_and_tested_by_mcnemar(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
         return {run.name: [run] for run in runs}
     pools = defaultdict[str, list[Run]](list)
     for run in runs:
-        pools[str(settings_that_count(run))].append(run)
+        files = [x for x in run.versions.values() if len(str(x)) == 64]  # sha256
+        pools[f"{settings_that_count(run)} {files}"].append(run)
     return {f"{pooled[0].name} x {len(pooled)}": pooled for pooled in pools.values()}
 
 
