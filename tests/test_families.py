@@ -57,17 +57,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
-MULTIPLIERS = {
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 2.0,
-}
-GEMMA3_SIZES = {
-    **SIZES,
-    "tie_word_embeddings": True,
-    "num_hidden_layers": 7,
-    "head_dim": 16,
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"residual_multiplier": 0.3, "logits_scaling": 2.0}
+GEMMA3_SIZES = {**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 7, "head_dim": 16} | {
     "sliding_window": 5,
     "query_pre_attn_scalar": 16,
     "rope_parameters": {
@@ -96,12 +88,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", GEMMA3_SIZES),
     "gemma3, every third layer full": (
         "Gemma3TextConfig",
-        {
-            **GEMMA3_SIZES,
-            "num_hidden_layers": 4,
-            "query_pre_attn_scalar": 24,
-            "layer_types": [*2 * ["sliding_attention"], "full_attention", "sliding_attention"],
-        },
+        {**GEMMA3_SIZES, "num_hidden_layers": 4, "query_pre_attn_scalar": 24}
+        | {"layer_types": [*2 * ["sliding_attention"], "full_attention", "sliding_attention"]},
     ),
     "granite": ("GraniteConfig", {**SIZES, **MULTIPLIERS}),
     "granite 4": (
@@ -321,9 +309,7 @@ def test_a_trimmed_vocabulary_has_the_same_logits_for_what_is_left(shape: ModelS
     [(12, [], 12), (11, [], 11), (13, [12], 12), (14, [13], 0), (5, [], 0)],
     ids=["equal", "padded", "a special token without a row", "two without, one special", "small"],
 )
-def test_a_vocabulary_has_a_row_for_each_plain_token(
-    known: int, special: list[int], left: int
-) -> None:
+def test_a_vocabulary_has_rows_for_plain_tokens(known: int, special: list[int], left: int) -> None:
     model = Transformer(QWEN3)
     tokenizer: Any = SimpleNamespace(name="t", n_vocab=known, special=dict(enumerate(special)))
     with nullcontext() if left else pytest.raises(ConfigError):

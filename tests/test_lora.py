@@ -239,12 +239,9 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
 
     make_theirs(name).save_pretrained(tmp_path / "base")
     ours = Transformer.from_pretrained(tmp_path / "base")
-    targets = ""
-    if few:
-        targets = {"gpt2": "c_attn", "granite 4": "q_proj,input_linear"}.get(
-            name.split(",")[0], "q_proj,down_proj"
-        )
-    lora.add_adapters(ours, rank=4, alpha=8, targets=targets)
+    of_family = {"gpt2": "c_attn", "granite 4": "q_proj,input_linear"}
+    targets = of_family.get(name.split(",")[0], "q_proj,down_proj")
+    lora.add_adapters(ours, rank=4, alpha=8, targets=targets if few else "")
     randomise(ours)
     save(ours, tmp_path / "adapters", base=str(tmp_path / "base"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -58,22 +58,11 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "exaone4": {**LLAMA, "head_dim": 8},
-    "gemma3_text": {
-        **LLAMA,
-        "head_dim": 8,
-        "window": 3,
-        "full_every": 2,
-        "local_rope_theta": 50.0,
-        "attention_size": 5,
-    },
+    "gemma3_text": {**LLAMA, "head_dim": 8, "window": 3, "full_every": 2}
+    | {"local_rope_theta": 50.0, "attention_size": 5},
     "granitemoehybrid": LLAMA,
-    "granite": {
-        **LLAMA,
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.3,
-        "logits_divisor": 2.0,
-    },
+    "granite": {**LLAMA, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+    | {"residual_multiplier": 0.3, "logits_divisor": 2.0},
     "mistral": {**LLAMA, "head_dim": 8, "tied": False, "window": 3, "full_every": 2},
     "olmo2": LLAMA,
     "qwen2": LLAMA,

@@ -143,4 +143,4 @@ def test_the_update_takes_what_the_closed_forms_say(
 
     parts = parts_of(config, shape, prompt=30)
     expected = parts["activations"] + parts["logits"]
-    assert expected / MIB == pytest.approx(measured(update), rel=0.2), expected / MIB
+    assert expected / MIB == pytest.approx(measured(update), rel=0.2)

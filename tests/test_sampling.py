@@ -145,9 +145,9 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_decoded_as_by_the_naive_loop(family: str) -> None:
     model, prompts = varied(family), make_completions(0, width=12)
-    asked = prompts.prompt_ids, prompts.prompt_len
-    more = {"stops": [EOS], "max_new_tokens": LENGTH}
-    found = generate(model, *asked, **more, drafts=torch.arange(60).view(3, 20) % VOCAB)
+    drafts = torch.arange(60).view(3, 20) % VOCAB
+    more = {"stops": [EOS], "max_new_tokens": LENGTH, "drafts": drafts}
+    found = generate(model, prompts.prompt_ids, prompts.prompt_len, **more)
     for p, length in enumerate(prompts.prompt_len):
         prompt = prompts.prompt_ids[p, :length].tolist()
         expected = naive_completion(model, prompt, None, {EOS}, sampling.PLAIN)

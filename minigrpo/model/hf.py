@@ -165,9 +165,7 @@ def to_state(
     for stored, tensor in tensors.items():
         name = stored.removeprefix(shape.kind.prefix)
         if not BUFFERS.fullmatch(name):
-            plain = tensor.t() if name.endswith(TRANSPOSED) else tensor
-            add_one = shape.kind.norms_add_one and tensor.dim() == 1
-            state[ours.get(name, name)] = plain.float() + 1 if add_one else plain
+            state[ours.get(name, name)] = converted(shape, name, tensor, 1)
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
@@ -176,12 +174,14 @@ def to_state(
 
 def from_state(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_state`."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        plain = tensor.t() if name.endswith(TRANSPOSED) else tensor
-        add_one = shape.kind.norms_add_one and tensor.dim() == 1
-        tensors[stored_name(shape, name)] = plain - 1 if add_one else plain
-    return tensors
+    return {stored_name(shape, name): converted(shape, name, x, -1) for name, x in state.items()}
+
+
+def converted(shape: ModelShape, name: str, tensor: Tensor, one: int) -> Tensor:
+    """A tensor of a file as a parameter, or with `one` = -1 the other way round."""
+    if shape.kind.norms_add_one and tensor.dim() == 1:
+        return tensor.float() + one
+    return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def write_tensors(
