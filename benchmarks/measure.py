@@ -1,8 +1,9 @@
 """What the benchmarks measure with: the machine, peak memory, medians with intervals, tables."""
 
 import ctypes
+import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
@@ -91,7 +92,7 @@ def _resident(field: str) -> float:
 
 @dataclass(frozen=True)
 class Median:
-    """A median and its interval; the ends are None if there are too few values.
+    """A median and its interval; the ends are NaN if there are too few values.
 
     The interval has a confidence of at least 95 % and assumes nothing about the noise: the true
     median lies between the k-th smallest and the k-th largest of n values, except with probability
@@ -99,29 +100,28 @@ class Median:
     """
 
     middle: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Median":
         ordered = sorted(values)
         n = len(ordered)
-        if n < 6:
-            return cls(median(ordered), None, None)
-        k = 1
+        k = 0
         while 2 * sum(comb(n, i) for i in range(k + 1)) <= 0.05 * 2**n:
             k += 1
-        return cls(median(ordered), ordered[k - 1], ordered[n - k])
+        low, high = (ordered[k - 1], ordered[n - k]) if k else (math.nan, math.nan)
+        return cls(median(ordered), low, high)
 
     def text(self, pattern: str = "{:.2f}") -> str:
         middle = pattern.format(self.middle)
-        if self.low is None or self.high is None:
+        if math.isnan(self.low):
             return middle
         return f"{middle} ({pattern.format(self.low)}-{pattern.format(self.high)})"
 
     def verdict(self) -> str:
         """A gain in words: a factor, slower, or no difference. Less than 1 % counts as none."""
-        if self.low is None or self.high is None:
+        if math.isnan(self.low):
             return f"{self.middle:.2f}x; too few turns for an interval"
         if self.low <= 1 <= self.high or abs(self.middle - 1) < 0.01:
             return f"no difference ({self.low:.2f}-{self.high:.2f}x)"
@@ -138,20 +138,20 @@ def gain(before: Mapping[int, float], now: Mapping[int, float]) -> Median | None
     return Median.of(ratios) if ratios else None
 
 
-Format = Callable[[Any], str]  # of a value in a row
-Column = tuple[str, str, Format]  # heading, key in a row
-
-
-def number(pattern: str) -> Format:
-    """A number by the pattern; what is missing or NaN is empty."""
-    return lambda value: "" if value is None or value != value else pattern.format(value)
+Column = tuple[str, str, str]  # heading, key in a row, pattern of its value
 
 
 def show(
     console: Console, title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]
 ) -> str:
-    """Print rows as a table, and return it as Markdown; columns that are empty are left out."""
-    cells = [[heading, *[form(row.get(key)) for row in rows]] for heading, key, form in columns]
+    """Print rows as a table, and return it as Markdown.
+
+    What is missing or NaN is empty, and columns that are empty are left out.
+    """
+    cells = []
+    for heading, key, pattern in columns:
+        values = [row.get(key, math.nan) for row in rows]
+        cells.append([heading, *["" if x != x or x is None else pattern.format(x) for x in values]])
     headings, *lines = zip(*[column for column in cells if any(column[1:])], strict=True)
     table = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):

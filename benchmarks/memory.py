@@ -21,7 +21,7 @@ from rich.progress import track
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.types import Completions, Example, RolloutBatch
 
-from .measure import Column, device_name, number, show
+from .measure import Column, device_name, show
 from .work import FROZEN_LR, Step, Work, WorkFlags, allocated, peak_of
 
 
@@ -46,12 +46,12 @@ class RepeatedByLoader(Sampler):
 
 
 COLUMNS: tuple[Column, ...] = (
-    ("completions per prompt", "group_size", str),
-    ("prompts are", "name", str),
-    ("peak MiB", "peak_mib", number("{:,.0f}")),
-    ("s/step", "seconds", number("{:.2f}")),
-    ("rollout", "rollout", number("{:.2f}")),
-    ("update", "update", number("{:.2f}")),
+    ("completions per prompt", "group_size", "{}"),
+    ("prompts are", "name", "{}"),
+    ("peak MiB", "peak_mib", "{:,.0f}"),
+    ("s/step", "seconds", "{:.2f}"),
+    ("rollout", "rollout", "{:.2f}"),
+    ("update", "update", "{:.2f}"),
 )
 
 
@@ -89,7 +89,6 @@ class Memory(WorkFlags):
         times = [step.step(turn) for turn in range(2, self.repeats + 2)]
         batch = batch or step.batch
         loss = step.gradient(batch)[0]
-        row: dict[str, Any] = {"peak_mib": peak_mib, "loss": loss}
-        for key in ("seconds", "rollout", "update"):
-            row[key] = median(timed[key] for timed in times)
-        return row, batch
+        keys = ("seconds", "rollout", "update")
+        medians = {key: median(timed[key] for timed in times) for key in keys}
+        return {"peak_mib": peak_mib, "loss": loss, **medians}, batch

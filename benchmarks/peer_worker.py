@@ -72,8 +72,7 @@ def train_ours(work: Work, config: Config, link: Link, folder: Path) -> None:
         link.begin()
         timed = own.step(number)
         assert own.batch.rewards is not None
-        for name in ("completion_tokens", "tokens/run"):
-            link.metrics[name] = timed[name]
+        link.metrics |= {name: timed[name] for name in ("completion_tokens", "tokens/run")}
         link.metrics["reward"] = float(own.batch.rewards.total.mean())
         link.end()
 

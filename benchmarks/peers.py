@@ -29,7 +29,7 @@ from rich.console import Console
 from minigrpo.config import Config
 from minigrpo.tools.runs import Run, plot_curve
 
-from .measure import Column, Median, Outputs, device_name, gain, number, show
+from .measure import Column, Median, Outputs, device_name, gain, show
 
 RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
@@ -56,6 +56,10 @@ class Job:
     at_once: int = 4  # rows that take turns; those after them start when these have ended
     held_out: int = 64  # prompts on which the trained models are compared
 
+    def asked(self, steps: int, held_out: int, minutes: float) -> Settings:
+        """What a row is told."""
+        return {"work": self.work, "steps": steps, "minutes": minutes, "held_out": held_out}
+
 
 SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size": 16}
 JOBS = {
@@ -69,17 +73,17 @@ JOBS = {
     "smollm2-later": Job({**SUMS, "model": "runs/arithmetic"}, 256, at_once=1, steps=4, warm_up=1),
 }
 COLUMNS: tuple[Column, ...] = (
-    ("", "name", str),
-    ("s/step", "s/step", str),
-    ("times minigrpo", "multiple", str),
-    ("peak MiB", "peak_mib", number("{:,.0f}")),
-    ("tokens sampled", "completion_tokens", number("{:,.0f}")),
-    ("tokens run by the update", "tokens/run", number("{:,.0f}")),
-    ("mean reward", "reward", number("{:.3f}")),
-    ("held out before", "held_out_before", number("{:.3f}")),
-    ("after", "held_out_after", number("{:.3f}")),
-    ("TRL's settings", "trl", str),
-    ("", "status", str),
+    ("", "name", "{}"),
+    ("s/step", "s/step", "{}"),
+    ("times minigrpo", "multiple", "{}"),
+    ("peak MiB", "peak_mib", "{:,.0f}"),
+    ("tokens sampled", "completion_tokens", "{:,.0f}"),
+    ("tokens run by the update", "tokens/run", "{:,.0f}"),
+    ("mean reward", "reward", "{:.3f}"),
+    ("held out before", "held_out_before", "{:.3f}"),
+    ("after", "held_out_after", "{:.3f}"),
+    ("TRL's settings", "trl", "{}"),
+    ("", "status", "{}"),
 )
 
 
@@ -162,8 +166,6 @@ class Peers(Outputs):
     """Train each row for so long instead, and evaluate it ten times."""
     plot: str = ""
     """Draw the held-out reward by minute into this file; needs matplotlib."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
 
     def run(self, console: Console) -> dict[str, Any]:
         tables = list[str]()
@@ -172,21 +174,18 @@ class Peers(Outputs):
             job = JOBS[name]
             rows = [row for way in self.ways for row in self._rows(job, way, console)]
             steps = (self.steps or job.steps) if self.minutes == math.inf else 1000
-            asked = self._asked(job, steps, job.held_out)
+            asked = job.asked(steps, job.held_out, self.minutes)
             for i in range(0, len(rows), job.at_once):
                 take_turns(rows[i : i + job.at_once], asked, console, name)
             if self.plot:
                 curves = {row.name: [row.as_run()] for row in rows}
-                plot_curve(curves, "held-out reward", self.plot, "minutes of training")
+                labels = "minutes of training", "reward on held-out questions"
+                plot_curve(curves, "held-out reward", self.plot, *labels)
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             title = f"{name}: {rows[0].end.get('work', '')}"
             tables.append(show(console, title, jobs[name], COLUMNS))
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"device": device, "jobs": jobs, "tables": tables}
-
-    def _asked(self, job: Job, steps: int, held_out: int) -> Settings:
-        work = {**job.work, "device": self.device}
-        return {"work": work, "steps": steps, "minutes": self.minutes, "held_out": held_out}
 
     def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
@@ -200,7 +199,7 @@ class Peers(Outputs):
                 **settings,
             }
             tried.append(Row(f"TRL in batches of {size}", settings=own))
-            take_turns([tried[-1]], self._asked(job, 2, 0), console, f"trying TRL, {way}")
+            take_turns([tried[-1]], job.asked(2, 0, math.inf), console, f"trying TRL, {way}")
         fastest = min(tried, key=lambda row: min(row.seconds(1).values(), default=math.inf))
         best = Row(f"TRL, {way}", settings=fastest.settings, status=fastest.status)
         return [Row(f"minigrpo, {way}", flags={**job.flags, **flags}), best]

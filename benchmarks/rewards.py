@@ -19,15 +19,15 @@ from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.chess_env import ENDING, ChessEnv
 from minigrpo.types import Example
 
-from .measure import Column, Outputs, device_name, number, show
+from .measure import Column, Outputs, device_name, show
 from .work import Step, Work, WorkFlags
 
 GROUP = 8
 COLUMNS: tuple[Column, ...] = (
-    ("completions", "completions", str),
-    ("one text at a time", "plain", number("{:,.1f}")),
-    ("distinct texts, in batches", "scorer", number("{:,.1f}")),
-    ("speedup", "speedup", number("{:.1f}")),
+    ("completions", "completions", "{}"),
+    ("one text at a time", "plain", "{:,.1f}"),
+    ("distinct texts, in batches", "scorer", "{:,.1f}"),
+    ("speedup", "speedup", "{:.1f}"),
 )
 
 

@@ -5,10 +5,10 @@ would. Without GPUs all processes share the same cores: the result then shows th
 several processes, not the gain from a second GPU.
 """
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,15 +19,16 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from .measure import Column, Median, Outputs, device_name, number, show
+from minigrpo.tools.runs import LoggedNumbers, read_run
+
+from .measure import Column, Median, Outputs, device_name, show
 
 COLUMNS: tuple[Column, ...] = (
-    ("processes", "processes", str),
-    ("s/step", "s/step", str),
-    ("rollout", "rollout", number("{:.3f}")),
-    ("update", "update", number("{:.3f}")),
-    ("efficiency", "efficiency", number("{:.2f}")),
-    ("s/step expected of as many cards", "expected", str),
+    ("processes", "processes", "{}"),
+    ("s/step", "s/step", "{}"),
+    ("rollout", "rollout", "{:.3f}"),
+    ("update", "update", "{:.3f}"),
+    ("efficiency", "efficiency", "{:.2f}"),
 )
 
 
@@ -46,38 +47,22 @@ class Scaling(Outputs):
             steps = self._steps(n)
             seconds = Median.of([step["step_time"] for step in steps])
             row: dict[str, Any] = {"processes": n, "s/step": seconds.text("{:.3f}")}
-            row["seconds"] = seconds.middle
-            for name in ("rollout", "update"):
-                row[name] = median(step.get(f"time/{name}", 0.0) for step in steps)
-            first = rows[0] if rows else row
-            alone = first["seconds"] * first["processes"]
-            row["efficiency"] = alone / (n * seconds.middle)
-            row["expected"] = expected(first, n)
+            row["processor_s"] = n * seconds.middle
+            row["rollout"] = median(step["time/rollout"] for step in steps)
+            row["update"] = median(step["time/update"] for step in steps)
             rows.append(row)
+            row["efficiency"] = rows[0]["processor_s"] / row["processor_s"]
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         table = show(console, f"{device}; one thread per process", rows, COLUMNS)
         return {"device": device, "rows": rows, "tables": [table]}
 
-    def _steps(self, number_of_processes: int) -> list[dict[str, Any]]:
+    def _steps(self, number_of_processes: int) -> Sequence[LoggedNumbers]:
         with TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            words += [f"--nproc_per_node={number_of_processes}", "-m", "minigrpo", "train"]
-            words += ["--max-steps", str(self.steps), "--stop-after", "0", "--eval-every", "0"]
-            words += ["--eval-size", "8", "--save-every", "1000000", "--out-dir", str(run)]
+            words = f"-m torch.distributed.run --standalone --nproc_per_node={number_of_processes}"
+            words += f" -m minigrpo train --max-steps {self.steps} --eval-every 0 --eval-size 8"
+            command = [sys.executable, *words.split(), "--save-every=1000000", f"--out-dir={run}"]
             # the package of a checkout, too, is found from whatever folder this starts in
             here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-            subprocess.run(words, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
-            lines = (run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines[3:]]  # the first ones warm up
-
-
-def expected(alone: dict[str, Any], cards: int) -> str:
-    """Seconds per step, from those of one process with a core or a card of its own.
-
-    Everything is shared out; or all but the rollout, because a round of decoding reads all weights,
-    however few prompts a card has. The exchange of gradients runs beside the backward pass.
-    """
-    rollout, seconds = alone["rollout"], alone["seconds"]
-    slowest = rollout + (seconds - rollout) / cards
-    return f"{seconds / cards:.2f}-{slowest:.2f}" if cards > 1 else ""
+            subprocess.run(command, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
+            return read_run(run, print).metrics[3:]  # the first ones warm up

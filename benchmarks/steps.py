@@ -6,20 +6,28 @@ rate close to zero keeps their weights equal, although the whole step runs. On a
 interleaved, A B C A B C, so that a machine that slows down slows all of them.
 """
 
+import copy
 import gc
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
-from minigrpo.types import RolloutBatch
+import grpo
+from minigrpo.config import Config
+from minigrpo.runtime.device import PhaseTimer, set_up_process
+from minigrpo.runtime.rng import uniforms
+from minigrpo.types import Example, RolloutBatch
 
-from .grpo_step import GrpoPyStep
-from .measure import Column, Median, device_name, gain, number, show
+from .measure import Column, Median, device_name, gain, show
 from .work import FROZEN_LR, Step, Work, WorkFlags, allocated, peak_of
 
 GRPO_PY = "grpo.py"
@@ -46,18 +54,93 @@ PLAIN = {"packing": "repeated", "num_speculative_tokens": 0, **dict.fromkeys(SWI
 ONLY_ON_CUDA = ("TF32", "CUDA graphs of rounds", "torch.compile")
 PHASES = ("rollout", "reward", "reference", "update")
 COLUMNS: tuple[Column, ...] = (
-    ("", "name", str),
-    ("s/step", "s/step", str),
-    *((phase, phase, number("{:.3f}")) for phase in PHASES),
-    ("speedup", "speedup", str),
-    ("gain over the row above", "verdict", str),
-    ("peak MiB", "peak_mib", number("{:,.0f}")),
-    ("tokens: rollout", "rollout/tokens", number("{:,.0f}")),
-    ("update", "tokens/run", number("{:,.0f}")),
-    ("rounds", "rollout/rounds", number("{:,.0f}")),
-    ("gradient off by", "grad_difference", number("{:.0e}")),
-    ("tokens sampled", "completion_tokens", number("{:,.0f}")),
+    ("", "name", "{}"),
+    ("s/step", "s/step", "{}"),
+    *((phase, phase, "{:.3f}") for phase in PHASES),
+    ("speedup", "speedup", "{}"),
+    ("gain over the row above", "verdict", "{}"),
+    ("peak MiB", "peak_mib", "{:,.0f}"),
+    ("tokens: rollout", "rollout/tokens", "{:,.0f}"),
+    ("update", "tokens/run", "{:,.0f}"),
+    ("rounds", "rollout/rounds", "{:,.0f}"),
+    ("gradient off by", "grad_difference", "{:.0e}"),
+    ("tokens sampled", "completion_tokens", "{:,.0f}"),
 )
+
+
+class GrpoPyStep:
+    """The first row: a training step made of grpo.py's functions, to be used like a Step."""
+
+    def __init__(self, config: Config, work: Work) -> None:
+        self.config = config
+        self.work = work
+        self.device = work.device
+        self.model = copy.deepcopy(work.model)
+        self.reference = copy.deepcopy(work.model) if config.loss.kl_coef else None
+        weights = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(weights, config.optimizer.learning_rate, weight_decay=0)
+        self.timer = PhaseTimer(self.device)
+
+    def step(self, number: int) -> dict[str, float]:
+        """Run one training step; return its seconds, total and by phase, and its token counts."""
+        set_up_process(self.config.speed, self.device)
+        prompts, group_size = self.config.sampling.prompts_per_step, self.config.sampling.group_size
+        self.timer.take()
+        start = time.perf_counter()
+        with self.timer.phase("data"):
+            examples = [self.work.task.train(number * prompts + i) for i in range(prompts)]
+            each = [example for example in examples for _ in range(group_size)]
+        with self.timer.phase("rollout"):
+            ids, mask = self._sample(each, number)  # [B, T]
+            texts = grpo.decode(self.work.tokenizer, ids, mask)
+        with self.timer.phase("reward"):
+            pairs = zip(each, texts, strict=True)
+            scores = [grpo.reward(self.work.task, example, text) for example, text in pairs]
+            rewards = torch.tensor(scores, device=self.device).view(prompts, group_size)
+            A = grpo.advantages(rewards).flatten()  # [B]
+        # as many rows at a time as the workload sets
+        most = self.config.memory.micro_batch_size * group_size or len(ids)
+        for rows in torch.arange(len(ids), device=self.device).split(most):
+            ref_logp = None
+            with self.timer.phase("reference"), torch.no_grad():
+                if self.reference:
+                    ref_logp = grpo.token_logprobs(self.reference, ids[rows], mask[rows])
+            with self.timer.phase("update"):
+                logp = grpo.token_logprobs(self.model, ids[rows], mask[rows])
+                kl = ref_logp, self.config.loss.kl_coef
+                loss = grpo.grpo_loss(logp, logp.detach(), A[rows], mask[rows], *kl)
+                (loss * len(rows) / len(ids)).backward()
+        with self.timer.phase("update"):
+            grad_clip = self.config.optimizer.grad_clip
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        tokens = float(ids[:, 1:].numel())
+        return {
+            "seconds": time.perf_counter() - start,
+            **self.timer.take(),
+            "completion_tokens": float(mask.sum()),
+            # forwards after the one over the prompts
+            "rollout/rounds": float(ids.shape[1] - 1 - mask.any(0).int().argmax()),
+            "rollout/tokens": tokens,
+            "tokens/run": tokens,
+        }
+
+    def _sample(self, examples: Sequence[Example], step: int) -> tuple[Tensor, Tensor]:
+        """grpo.sample's `ids` and `mask`, `[B, T]`, by the uniform numbers of the library.
+
+        So all rows produce the same completions. Row b's numbers begin where its prompt ends.
+        """
+        group_size, length = self.config.sampling.group_size, self.config.sampling.max_new_tokens
+        index = np.array([example.index for example in examples[::group_size]])
+        u = uniforms(self.config.run.seed, "sample", step, index, group_size, length)  # [P, G, S]
+        own = torch.from_numpy(u).flatten(0, 1).to(self.device)  # [B, S]
+        prompts = [self.work.tokenizer.encode(example.prompt) for example in examples]
+        starts = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        places = starts[:, None] + torch.arange(length, device=self.device)  # [B, S]
+        by_column = own.new_zeros(len(own), int(places.max()) + 1).scatter(1, places, own)  # [B, T]
+        eos = -1 if self.work.forced else self.work.tokenizer.eot
+        return grpo.sample(self.model, prompts, eos, by_column, length)
 
 
 @dataclass

@@ -106,11 +106,6 @@ def cispo(x: LossInputs) -> Term:
     return -x.ratio.detach().clamp(max=cap) * x.advantages * x.logp, hits
 
 
-def negative_logp(x: LossInputs) -> Term:
-    """-log p: supervised training on true answers."""
-    return -x.logp
-
-
 # The weights: how much each token counts.
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B n_i)"""
@@ -160,7 +155,7 @@ LOSSES = {
     "cispo": LossSpec(surrogate=cispo, weights=per_token, clip=Clip(cap=5.0)),  # 2506.13585
     "rloo": LossSpec(sequence_sum_ratio, estimator="leave_one_out", scale="none"),  # 2402.14740
     "maxrl": LossSpec(weights=per_token, scale="mean"),  # 2602.02710
-    "nll": LossSpec(surrogate=negative_logp, weights=per_token),  # supervised fine-tuning
+    "nll": LossSpec(surrogate=lambda x: -x.logp, weights=per_token),  # supervised fine-tuning
 }
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the

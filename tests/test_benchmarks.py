@@ -5,18 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import figures
 from benchmarks.cli import main
 from benchmarks.work import Work, WorkFlags
 
 
 def test_a_job_is_that_of_its_files_with_the_sizes_of_the_flags(tmp_path: Path) -> None:
-    """A file may hold what a benchmark sets itself, as all presets and runs do."""
     job = tmp_path / "job.toml"
     job.write_text('max_steps = 3\nout_dir = "runs/a"\nprompts_per_step = 4\ngroup_size = 9\n')
     work = Work.of(WorkFlags(config=(str(job),), group_size=3, device="cpu"))
-    sampling, run = work.config.sampling, work.config.run
-    assert (sampling.prompts_per_step, sampling.group_size) == (4, 3)
-    assert (run.max_steps, run.out_dir) == (10**6, "") and not work.forced
+    assert (work.config.sampling.prompts_per_step, work.config.sampling.group_size) == (4, 3)
+    assert (work.config.run.max_steps, work.config.run.out_dir) == (10**6, "") and not work.forced
 
 
 def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
@@ -24,6 +23,21 @@ def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
     shape = work.model.shape
     assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 85)
     assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 80 and work.forced
+
+
+def test_a_figure_is_made_of_runs_that_are_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/figures/1-steps"
+    for _ in range(2):
+        figures.main(("code",), max_steps=1)
+        table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 6  # two of the heading, before, and three
+    assert (folder / "code.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "code-sft-0/metrics.jsonl").read_text().splitlines()) == 1
+    last = json.loads((folder / "code-grpo-0/eval.jsonl").read_text().splitlines()[-1])
+    assert table[3].split(" | ")[1] == f"{100 * last['passed_sampled']:.1f}"
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from minigrpo.fen import is_valid_fen, transition
 from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tasks.chess_files import position_of
 from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, position_is_held_out
 from minigrpo.types import Example
 
@@ -102,7 +101,7 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games:
             plies[before, board.push_san(san).uci()] += 1
     trained = {ply: n for ply, n in plies.items() if not position_is_held_out(ply[0])}
     assert Counter(map(parts_of, train)) == trained  # as often as it was played
-    asked = [position_of(x) for x in held_out]
+    asked = [parts_of(x)[0] for x in held_out]
     assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - trained})  # once
     for example in [*train, *held_out]:
         assert (example.answer, example.kind) == transition(*parts_of(example))
@@ -119,7 +118,7 @@ def advised(fen: str, evaluations: str) -> str:
 def test_best_move_reads_its_lines_and_scores_each_part(tmp_path: Path) -> None:
     path = tmp_path / "advised.txt"
     play = SelfPlay(0)
-    fens = {position_of(play.train(number)) for number in range(40)}
+    fens = {parts_of(play.train(number))[0] for number in range(40)}
     fens = {fen for fen in fens if chess.Board(fen).legal_moves.count() > 1}
     path.write_text("".join(advised(fen, "0.26 0.25") + "\n" for fen in sorted(fens)))
     task: Any = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(path))

@@ -21,19 +21,17 @@ def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
 def test_halving_finds_every_number_by_the_fifth_guess() -> None:
     counts = list[int]()
     for secret in NUMBERS:
-        game = Game()
-        game.reset(secret)
         low, high = 0, len(NUMBERS) - 1
+        guesses = list[str]()
         word = ""
-        count = 0
         while word != "=":
             guess = (low + high) // 2
-            count += 1
-            word, reward, over = game.step(str(guess))
+            guesses.append(str(guess))
+            word, reward, over = play(secret, *guesses)[-1]
             assert over == (reward > 0) == (word == "=")
             low, high = (low, guess - 1) if word == "<" else (guess + 1, high)
-        assert reward == 1 + 0.5 * (GUESSES - count) / GUESSES
-        counts.append(count)
+        assert reward == 1 + 0.5 * (GUESSES - len(guesses)) / GUESSES
+        counts.append(len(guesses))
     assert max(counts) == 5 and np.mean(counts) == pytest.approx(129 / 31)
 
 

@@ -170,7 +170,7 @@ def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> N
     first, second = read_jsonl(tmp_path / "samples.jsonl")
     assert (first["step"], first["index"], first["kind"], first["truth"]) == (10, 7, "easy", "4")
     assert first["parts"] == {"exact": 0.0}
-    assert "".join(first["tokens"][:-1]) == "abc" and first["token_ids"] == rows[0]
+    assert "".join(first["tokens"][:-1]) == "abc"
     assert second["tokens"] == ["4"] and second["advantage"] == second["reward"] == 1.0
     samples.log_group(RunLog(pytest.fail), batch, 10, tokenizer)  # of another process
 

@@ -5,7 +5,7 @@ All lines have `step` and what `_shared_fields` gives.
 samples.jsonl: every ten steps the whole group of one prompt (`source` is `train`), and at each
 evaluation the completions of the same 32 held-out prompts (`held_out`):
 
-    train: advantage, prompt_tokens (their number), token_ids, tokens (their texts)
+    train: advantage, tokens (their texts)
     held_out: decoding (greedy or sampled), right (1, 0, or null where that is not known)
 
 held_out.jsonl: the greedy answers of the last evaluation. `minigrpo compare` pairs those of runs:
@@ -35,8 +35,7 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
     for g, advantage in enumerate(batch.advantages[0].tolist()):
         ids = completions.completion_ids[0, g][completions.completion_mask[0, g]].tolist()
         record = {"source": "train", **_shared_fields(batch, 0, g), "advantage": advantage}
-        record["prompt_tokens"] = int(completions.prompt_len[0])
-        record |= {"token_ids": ids, "tokens": token_texts(tokenizer, ids)}
+        record["tokens"] = token_texts(tokenizer, ids)
         records.append(record)
     log.write(SAMPLES, step, records)
 

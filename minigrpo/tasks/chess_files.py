@@ -13,7 +13,6 @@ import chess.pgn
 
 from ..fen import is_valid_fen, position_key, render
 from ..runtime.rng import stream
-from ..types import Example
 from .data import Files, Row, Rows
 from .self_play import position_is_held_out, question_about
 
@@ -47,12 +46,12 @@ class ChessFiles(Rows):
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
         """One position in four, as in self-play, unless that is none or all of a few."""
-        chosen = [row for row in rows if position_is_held_out(position_of(row.example))]
+        chosen = []
+        for row in rows:
+            position, *_ = row.example.prompt.removeprefix("A: ").split("+", 1)
+            if position_is_held_out(position):
+                chosen.append(row)
         return chosen if 0 < len(chosen) < len(rows) else super().choose_held_out(rows)
-
-
-def position_of(example: Example) -> str:
-    return example.prompt.removeprefix("A: ").partition("+")[0]
 
 
 def rows_of_game(game: chess.pgn.Game) -> list[Row]:

@@ -49,7 +49,8 @@ class Prompts(SourceTask):
         if environment and not (data or eval_data):
             if self.parts:
                 raise ConfigError("no reward: give the environment a get_reward, or give rewards")
-            super().__init__(Generated(empty_prompt, "episodes"))
+            # the environment asks by itself
+            super().__init__(Generated(lambda number, _: Example("", index=number), "episodes"))
         else:
             if environment and judge == "none":
                 parse = partial(parse_episode, is_read=bool(environment.parts))
@@ -65,11 +66,6 @@ class Prompts(SourceTask):
             return {"exact": text == truth, "similarity": similarity(text, truth)}
         answer = normalized(tagged_answer(text, text))
         return {"correct": answer in map(normalized, example.fields["answers"])}
-
-
-def empty_prompt(number: int, held_out: bool) -> Example:
-    """An episode of an environment that asks by itself."""
-    return Example("", index=number)
 
 
 def parse_qa(record: Record) -> Row:

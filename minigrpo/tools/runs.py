@@ -114,12 +114,20 @@ def differing(sides: Sequence[Mapping[str, object]]) -> list[list[str]]:
 
 
 def plot_curve(
-    labelled: Mapping[str, Sequence[Run]], name: str, out: str | StringIO, xlabel: str = "step"
+    labelled: Mapping[str, Sequence[Run]],
+    name: str,
+    out: str | StringIO,
+    xlabel: str = "training step",
+    title: str = "",
 ) -> None:
-    """Draw a curve into a file, or as SVG: for each label the mean of its runs, and their range."""
+    """Draw a curve into a file, or as SVG: for each label the mean of its runs, and their range.
+
+    With a title, it shows shares in percent. A label that begins with "control" is grey.
+    """
     with refusing("curves need matplotlib: pip install 'minigrpo[report]'"):
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
     for label, runs in labelled.items():
@@ -128,9 +136,13 @@ def plot_curve(
         pieces = [piece for piece in np.array_split(shared_steps, MOST_POINTS) if len(piece)]
         values = [[curve[step] for step in piece for curve in curves] for piece in pieces]
         steps = [piece.mean() for piece in pieces]
-        axes.plot(steps, [np.mean(each) for each in values], ".-", label=label)
-        axes.fill_between(steps, [min(x) for x in values], [max(x) for x in values], alpha=0.2)
-    axes.set(title=name, xlabel=xlabel)
+        color = "0.55" if label.startswith("control") else None
+        (line,) = axes.plot(steps, [np.mean(x) for x in values], ".-", label=label, color=color)
+        ends = [min(x) for x in values], [max(x) for x in values]
+        axes.fill_between(steps, *ends, alpha=0.2, color=line.get_color())
+    axes.set(title=title or name, xlabel=xlabel)
+    if title:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
     if len(labelled) > 1:
         axes.legend()

@@ -68,9 +68,6 @@ class EnvironmentSet:
         functions = [value for value in named if not isinstance(value, type)]
         return cls.of(classes or None, [*tools, *functions])
 
-    def describe(self) -> str:
-        return ",".join([*self.classes, *self.tools])
-
     @cached_property
     def parts(self) -> dict[str, float]:
         """The environments that give a reward, by the name of their class, and its weight."""
