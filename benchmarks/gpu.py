@@ -1,9 +1,10 @@
 """What a GPU does with the library: `python benchmark.py gpu`, ten minutes on a machine with one.
 
 Each step prints one line of JSON as it ends, and appends it to --lines; an error is a line too.
-docs/performance.md says what the steps are.
+docs/performance.md says what each step measures.
 """
 
+import gc
 import json
 import subprocess
 import sys
@@ -59,11 +60,14 @@ class Gpu(Outputs):
             "transformers": card.transformers,
             "update": partial(card.update, "0.5B"),
             "no checkpoints": partial(card.update, "0.5B", gradient_checkpointing=False),
-            "7B, bfloat16": partial(card.large, "bfloat16"),
-            "7B, NF4": partial(card.large, "nf4"),
-            "compiled": partial(card.update, "0.5B", compile_model=True),
-            "tests": card.tests,
         }
+        for kind in ("bfloat16", "NF4"):
+            adapters: dict[str, Any] = {"lora_rank": 16, "base_dtype": kind.lower()}
+            steps[f"7B, {kind}"] = partial(card.rollout, "7B", **adapters)
+            steps[f"7B, {kind}, graphs"] = partial(card.rollout, "7B", cuda_graphs=True, **adapters)
+            steps[f"7B, {kind}, update"] = partial(card.update, "7B", **adapters)
+        steps["compiled"] = partial(card.update, "0.5B", compile_model=True)
+        steps["tests"] = card.tests
         end = time.monotonic() + 60 * self.minutes
         rows = []
         for name, step in steps.items():
@@ -80,10 +84,9 @@ class Gpu(Outputs):
 
 def attempt(step: Callable[[], Mapping[str, Any]], device: torch.device) -> dict[str, Any]:
     """A step's figures, or its error, with the peaks of memory; the other steps may work."""
+    gc.collect()  # a `Step` refers to itself
+    torch.cuda.empty_cache()
     row: dict[str, Any] = {}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     try:
         row |= step()
     except Exception as error:
@@ -135,7 +138,10 @@ class Card:
         return time.perf_counter() - start, result
 
     def step(self, name: str, *, natural: bool = False, **settings: Any) -> Step:
-        """With random weights. `natural`: one token in 256 ends a completion; 220 in the mean."""
+        """With random weights. `natural`: each token ends the completion with probability 1/256.
+
+        The peak of memory is counted from here on.
+        """
         shape = SHAPES["dry" if self.dry else name]
         with torch.device(self.device):
             model = Transformer(shape, seed=None).to_empty(device=self.device)
@@ -145,13 +151,15 @@ class Card:
         stops = frozenset(range(shape.vocab_size // 256))
         tokenizer = replace(byte_tokenizer(shape.vocab_size), stops=stops)
         work = Work(self.config, model, tokenizer, self.task, None, not natural, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         return Step(self.config.replace(**settings), work, model=model)
 
     def rollout(self, name: str, *, natural: bool = False, **settings: Any) -> dict[str, Any]:
         step = self.step(name, natural=natural, **settings)
         sampler, sampling = step.sampler, step.config.sampling
         examples = [self.task.train(number) for number in range(self.prompts)]
-        for tokens in (16, sampling.max_new_tokens):  # the first warms up
+        for tokens in (16, sampling.max_new_tokens // (8 if name == "7B" else 1)):  # 16 warm up
             sampler.config = step.config.replace(max_new_tokens=tokens)
             sampler.work.clear()
             u = np.random.default_rng(0).random((self.prompts, self.group, tokens), np.float32)
@@ -195,15 +203,6 @@ class Card:
             seconds, _ = self.seconds_of(partial(step.learner.learn, batch, number))
         planned = peak_of(parts_of(step.config, step.model.shape, self.prompt_len)) / 2**20
         return {"s": seconds, "planned_mib": planned}
-
-    def large(self, base_dtype: str) -> dict[str, Any]:
-        settings: dict[str, Any] = {"lora_rank": 16, "base_dtype": base_dtype}
-        few = settings | {"max_new_tokens": 24 if self.dry else 64}
-        return {
-            "rollout": self.rollout("7B", **few),
-            "rollout, graphs": self.rollout("7B", cuda_graphs=True, **few),
-            "update": self.update("7B", **settings),
-        }
 
     def tests(self) -> dict[str, Any]:
         words = f"-m pytest -q -m gpu -o addopts= {'--co' * self.dry}"  # in one process

@@ -1,11 +1,8 @@
 """Memory of a step by group size: `python benchmark.py memory`.
 
-Two ways of sampling k completions per prompt:
-
-    repeated by the loader   k times as many prompts, as from a data loader that repeats them
-    stored once (ours)       a prompt's keys and values are stored once, the update runs it once
-
-Both sample the same tokens. If their losses on the same rollout differ, the benchmark fails.
+Prompts are repeated for each completion, as by a data loader; or (ours) their keys and values are
+stored once, and the update runs them once. Both sample the same tokens. If their losses on the same
+rollout differ, the benchmark fails.
 """
 
 import math

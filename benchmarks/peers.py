@@ -56,10 +56,6 @@ class Job:
     at_once: int = 4  # rows that take turns; those after them start when these have ended
     held_out: int = 64  # prompts on which the trained models are compared
 
-    def asked(self, steps: int, held_out: int, minutes: float) -> Settings:
-        """What a row is told."""
-        return {"work": self.work, "steps": steps, "minutes": minutes, "held_out": held_out}
-
 
 SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size": 16}
 JOBS = {
@@ -166,6 +162,8 @@ class Peers(Outputs):
     """Train each row for so long instead, and evaluate it ten times."""
     plot: str = ""
     """Draw the held-out reward by minute into this file; needs matplotlib."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
 
     def run(self, console: Console) -> dict[str, Any]:
         tables = list[str]()
@@ -174,18 +172,22 @@ class Peers(Outputs):
             job = JOBS[name]
             rows = [row for way in self.ways for row in self._rows(job, way, console)]
             steps = (self.steps or job.steps) if self.minutes == math.inf else 1000
-            asked = job.asked(steps, job.held_out, self.minutes)
+            asked = self._asked(job, steps, job.held_out)
             for i in range(0, len(rows), job.at_once):
                 take_turns(rows[i : i + job.at_once], asked, console, name)
             if self.plot:
                 curves = {row.name: [row.as_run()] for row in rows}
-                labels = "minutes of training", "reward on held-out questions"
+                labels = "minutes of training", "" if name == "chess" else "held-out reward"
                 plot_curve(curves, "held-out reward", self.plot, *labels)
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             title = f"{name}: {rows[0].end.get('work', '')}"
             tables.append(show(console, title, jobs[name], COLUMNS))
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return {"device": device, "jobs": jobs, "tables": tables}
+
+    def _asked(self, job: Job, steps: int, held_out: int) -> Settings:
+        work = {**job.work, "device": self.device}
+        return {"work": work, "steps": steps, "minutes": self.minutes, "held_out": held_out}
 
     def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
         """Our row, and TRL's with the fastest of the settings that fit into memory."""
@@ -199,7 +201,7 @@ class Peers(Outputs):
                 **settings,
             }
             tried.append(Row(f"TRL in batches of {size}", settings=own))
-            take_turns([tried[-1]], job.asked(2, 0, math.inf), console, f"trying TRL, {way}")
+            take_turns([tried[-1]], self._asked(job, 2, 0), console, f"trying TRL, {way}")
         fastest = min(tried, key=lambda row: min(row.seconds(1).values(), default=math.inf))
         best = Row(f"TRL, {way}", settings=fastest.settings, status=fastest.status)
         return [Row(f"minigrpo, {way}", flags={**job.flags, **flags}), best]

@@ -1,8 +1,7 @@
 """How a step scales with the number of processes: `python benchmark.py scaling`.
 
-It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun as a user
-would. Without GPUs all processes share the same cores: the result then shows the overhead of
-several processes, not the gain from a second GPU.
+It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun. Without
+GPUs they share the cores: the result then shows their overhead, not the gain from a second GPU.
 """
 
 import os
@@ -47,11 +46,12 @@ class Scaling(Outputs):
             steps = self._steps(n)
             seconds = Median.of([step["step_time"] for step in steps])
             row: dict[str, Any] = {"processes": n, "s/step": seconds.text("{:.3f}")}
-            row["processor_s"] = n * seconds.middle
+            row["seconds"] = seconds.middle
             row["rollout"] = median(step["time/rollout"] for step in steps)
             row["update"] = median(step["time/update"] for step in steps)
             rows.append(row)
-            row["efficiency"] = rows[0]["processor_s"] / row["processor_s"]
+            alone = rows[0]["seconds"] * rows[0]["processes"]
+            row["efficiency"] = alone / (n * seconds.middle)
         device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         table = show(console, f"{device}; one thread per process", rows, COLUMNS)
         return {"device": device, "rows": rows, "tables": [table]}

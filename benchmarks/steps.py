@@ -91,7 +91,7 @@ class GrpoPyStep:
             examples = [self.work.task.train(number * prompts + i) for i in range(prompts)]
             each = [example for example in examples for _ in range(group_size)]
         with self.timer.phase("rollout"):
-            ids, mask = self._sample(each, number)  # [B, T]
+            ids, mask = self._sample(examples, number)  # [B, T]
             texts = grpo.decode(self.work.tokenizer, ids, mask)
         with self.timer.phase("reward"):
             pairs = zip(each, texts, strict=True)
@@ -132,10 +132,11 @@ class GrpoPyStep:
         So all rows produce the same completions. Row b's numbers begin where its prompt ends.
         """
         group_size, length = self.config.sampling.group_size, self.config.sampling.max_new_tokens
-        index = np.array([example.index for example in examples[::group_size]])
+        index = np.array([example.index for example in examples])
         u = uniforms(self.config.run.seed, "sample", step, index, group_size, length)  # [P, G, S]
         own = torch.from_numpy(u).flatten(0, 1).to(self.device)  # [B, S]
-        prompts = [self.work.tokenizer.encode(example.prompt) for example in examples]
+        encode = self.work.tokenizer.encode
+        prompts = [ids for x in examples for ids in [encode(x.prompt)] * group_size]
         starts = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         places = starts[:, None] + torch.arange(length, device=self.device)  # [B, S]
         by_column = own.new_zeros(len(own), int(places.max()) + 1).scatter(1, places, own)  # [B, T]

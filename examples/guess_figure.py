@@ -68,19 +68,21 @@ def sampled(model: str) -> np.ndarray:
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], out: Path = Path("guess.png")) -> None:
-    figure = matplotlib.figure.Figure(figsize=(6, 3.6), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
-    axes.plot(sampled("minigrpo/assets/guess.safetensors"), "o--", color="gray", label="before")
+    axes.plot(sampled("minigrpo/assets/guess.safetensors"), ".-", color="0.55", label="before")
     for number, run in enumerate(runs):
-        axes.plot(sampled(run), "-", color="C0", label="" if number else f"after, {len(runs)} runs")
+        axes.plot(
+            sampled(run), ".-", color="C0", label="" if number else f"after, {len(runs)} seeds"
+        )
     halved = [possible(secret, halving(secret)) for secret in map(int, NUMBERS)]
     axes.plot(np.mean(halved, axis=0), "k:", label="halving")
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 16, 31], labels=["1", "2", "4", "8", "16", "31"])
-    axes.set(xlabel="guess", ylabel="numbers still possible, mean")
+    axes.set(xlabel="guess", title="numbers still possible, mean")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=130)
+    figure.savefig(out, dpi=200)
 
 
 if __name__ == "__main__":

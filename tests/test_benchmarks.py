@@ -31,13 +31,13 @@ def test_a_figure_is_made_of_runs_that_are_trained_once(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs/figures/1-steps"
     for _ in range(2):
-        figures.main(("code",), max_steps=1)
+        figures.main(("default-job",), max_steps=1)
         table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 6  # two of the heading, before, and three
-    assert (folder / "code.png").read_bytes().startswith(b"\x89PNG")
-    assert len((folder / "code-sft-0/metrics.jsonl").read_text().splitlines()) == 1
-    last = json.loads((folder / "code-grpo-0/eval.jsonl").read_text().splitlines()[-1])
-    assert table[3].split(" | ")[1] == f"{100 * last['passed_sampled']:.1f}"
+    assert (folder / "default-job.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "default-job-sft-0/metrics.jsonl").read_text().splitlines()) == 1
+    last = json.loads((folder / "default-job-grpo-0/eval.jsonl").read_text().splitlines()[-1])
+    assert table[3].split(" | ")[1] == f"{100 * last['exact_sampled']:.1f}"
 
 
 @pytest.mark.slow
@@ -45,5 +45,5 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     main(["gpu", "--dry", "--lines", str(lines)])
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert len(steps) == 12 and not [step for step in steps if {"error", "skipped"} & step.keys()]
+    assert len(steps) == 16 and not [step for step in steps if {"error", "skipped"} & step.keys()]
     assert steps[-1]["step"] == "tests" and steps[-1]["exit_code"] == 0
