@@ -36,9 +36,11 @@ class RandomGames(Guess):
         messages = [{"role": "user", "content": PROMPT}]
         word = ""
         for guess in guesses[:num_made]:
-            if word:
-                messages.append({"role": "user", "content": word})
+            messages[-1]["content"] += word
             messages.append({"role": "assistant", "content": guess})
+            messages.append(
+                {"role": "user", "content": ""}
+            )  # the turn has ended; the word is learnt
             word, _, _ = game.step(guess)
 
         # 3. The text to learn: that word, and the next guess if the game goes on.

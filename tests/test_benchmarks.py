@@ -10,19 +10,16 @@ from benchmarks.cli import main
 from benchmarks.work import Work, WorkFlags
 
 
-def test_a_job_is_that_of_its_files_with_the_sizes_of_the_flags(tmp_path: Path) -> None:
+def test_a_job_has_the_sizes_of_its_files_or_preset_and_of_the_flags(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('max_steps = 3\nout_dir = "runs/a"\nprompts_per_step = 4\ngroup_size = 9\n')
-    work = Work.of(WorkFlags(config=(str(job),), group_size=3, device="cpu"))
-    assert (work.config.sampling.prompts_per_step, work.config.sampling.group_size) == (4, 3)
-    assert (work.config.run.max_steps, work.config.run.out_dir) == (10**6, "") and not work.forced
-
-
-def test_a_made_up_job_has_the_sizes_of_its_preset_and_flags() -> None:
-    work = Work.of(WorkFlags(max_new_tokens=5, device="cpu"))
-    shape = work.model.shape
-    assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 85)
-    assert len(work.tokenizer.encode(work.task.train(0).prompt)) == 80 and work.forced
+    real = Work.of(WorkFlags(config=(str(job),), group_size=3, device="cpu"))
+    assert (real.config.sampling.prompts_per_step, real.config.sampling.group_size) == (4, 3)
+    assert (real.config.run.max_steps, real.config.run.out_dir) == (10**6, "") and not real.forced
+    made_up = Work.of(WorkFlags(max_new_tokens=5, device="cpu"))
+    shape = made_up.model.shape
+    assert (shape.layers, shape.vocab_size, shape.context) == (4, 512, 85) and made_up.forced
+    assert len(made_up.tokenizer.encode(made_up.task.train(0).prompt)) == 80
 
 
 def test_a_figure_is_made_of_runs_that_are_trained_once(
@@ -33,8 +30,7 @@ def test_a_figure_is_made_of_runs_that_are_trained_once(
     for _ in range(2):
         figures.main(("default-job",), max_steps=1)
         table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 6  # two of the heading, before, and three
-    assert (folder / "default-job.png").read_bytes().startswith(b"\x89PNG")
+    assert len(table) == 6 and (folder / "default-job.png").read_bytes().startswith(b"\x89PNG")
     assert len((folder / "default-job-sft-0/metrics.jsonl").read_text().splitlines()) == 1
     last = json.loads((folder / "default-job-grpo-0/eval.jsonl").read_text().splitlines()[-1])
     assert table[3].split(" | ")[1] == f"{100 * last['exact_sampled']:.1f}"

@@ -8,7 +8,9 @@ import pytest
 from examples.guess import GUESSES, NUMBERS, Game, Guess
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out
+from minigrpo.model.encoding import encode_prompt
 from minigrpo.run.console import Console
+from minigrpo.tasks.base import load_task
 from minigrpo.tools.common import open_parts
 
 
@@ -57,6 +59,9 @@ def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
     parts = open_parts(Config.from_toml("guess"), Console())
     games = grade(parts.sampler, parts.scorer, held_out(parts.task, 62), 4)
     assert 0.1 < games.right.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
+    learnt = [load_task("examples/guess_sft.py", seed=0).train(i) for i in range(20)]
+    ends = {encode_prompt(parts.tokenizer, x)[-1] for x in learnt if len(x.messages) > 1}
+    assert ends == {parts.tokenizer.turn_end}  # as in play
     for example, texts in zip(games.examples, games.texts, strict=True):
         for text in texts:
             guesses, words = ([m["content"] for m in text.messages[i::2]] for i in (0, 1))

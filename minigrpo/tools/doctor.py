@@ -151,7 +151,7 @@ def print_findings(console: Console, run: Run) -> None:
     for rule, numbers in findings:
         console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
     if not findings:
-        console.say(f"doctor: no findings in {len(run.metrics)} steps; trends take {FEWEST_STEPS}")
+        console.say(f"doctor: no findings in {len(run.metrics)} steps; trends need {FEWEST_STEPS}")
 
 
 def main(argv: Sequence[str], prog: str) -> None:
