@@ -84,12 +84,6 @@ def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
             Config.from_cli(words)
 
 
-def test_a_flag_takes_a_value_or_is_a_switch() -> None:
-    words = ["--use-amp", "--amp-dtype", "float16", "--no-parallel-rewards"]
-    given = {"use_amp": True, "amp_dtype": "float16", "parallel_rewards": False}
-    assert Config.from_cli(words) == Config.of(**given)
-
-
 words = st.from_regex(r"[a-z]+", fullmatch=True)
 settings = st.fixed_dictionaries(
     {},
