@@ -86,6 +86,8 @@ def attempt(step: Callable[[], Mapping[str, Any]], device: torch.device) -> dict
     """A step's figures, or its error, with the peaks of memory; the other steps may work."""
     gc.collect()  # a `Step` refers to itself
     torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     row: dict[str, Any] = {}
     try:
         row |= step()
@@ -138,10 +140,7 @@ class Card:
         return time.perf_counter() - start, result
 
     def step(self, name: str, *, natural: bool = False, **settings: Any) -> Step:
-        """With random weights. `natural`: each token ends the completion with probability 1/256.
-
-        The peak of memory is counted from here on.
-        """
+        """With random weights; `natural`: each token ends the completion with probability 1/256."""
         shape = SHAPES["dry" if self.dry else name]
         with torch.device(self.device):
             model = Transformer(shape, seed=None).to_empty(device=self.device)
@@ -151,9 +150,10 @@ class Card:
         stops = frozenset(range(shape.vocab_size // 256))
         tokenizer = replace(byte_tokenizer(shape.vocab_size), stops=stops)
         work = Work(self.config, model, tokenizer, self.task, None, not natural, self.device)
-        if self.device.type == "cuda":
+        step = Step(self.config.replace(**settings), work, model=model)
+        if self.device.type == "cuda":  # until here, frozen weights were in float32
             torch.cuda.reset_peak_memory_stats()
-        return Step(self.config.replace(**settings), work, model=model)
+        return step
 
     def rollout(self, name: str, *, natural: bool = False, **settings: Any) -> dict[str, Any]:
         step = self.step(name, natural=natural, **settings)

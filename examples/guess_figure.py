@@ -72,9 +72,8 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], out: Path = Path("guess.pn
     axes = figure.subplots()
     axes.plot(sampled("minigrpo/assets/guess.safetensors"), ".-", color="0.55", label="before")
     for number, run in enumerate(runs):
-        axes.plot(
-            sampled(run), ".-", color="C0", label="" if number else f"after, {len(runs)} seeds"
-        )
+        label = "" if number else f"after, {len(runs)} seeds"
+        axes.plot(sampled(run), ".-", color="C0", label=label)
     halved = [possible(secret, halving(secret)) for secret in map(int, NUMBERS)]
     axes.plot(np.mean(halved, axis=0), "k:", label="halving")
     axes.set_yscale("log", base=2)

@@ -38,9 +38,8 @@ class RandomGames(Guess):
         for guess in guesses[:num_made]:
             messages[-1]["content"] += word
             messages.append({"role": "assistant", "content": guess})
-            messages.append(
-                {"role": "user", "content": ""}
-            )  # the turn has ended; the word is learnt
+            # empty, so that the turn has ended: the word is learnt
+            messages.append({"role": "user", "content": ""})
             word, _, _ = game.step(guess)
 
         # 3. The text to learn: that word, and the next guess if the game goes on.
