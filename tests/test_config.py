@@ -120,8 +120,7 @@ def test_variables_of_the_chat_template_keep_their_types() -> None:
 
 
 def test_pairs_are_separated_by_commas_before_a_name() -> None:
-    expected = {"difficulty": "2x12,3x12", "size": "2"}
-    assert read_pairs("difficulty=2x12,3x12, size=2") == expected
+    assert read_pairs("sizes=2x12,3x12, n=2") == {"sizes": "2x12,3x12", "n": "2"}
     assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
 
 

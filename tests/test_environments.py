@@ -241,8 +241,7 @@ def test_a_template_whose_own_call_is_not_read_is_refused(
 
 
 def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
-    template = tiny.QWEN_TEMPLATE + "{{ mood }}"
-    tiny.tiny_tokenizer_folder(tmp_path, template=template)
+    tiny.tiny_tokenizer_folder(tmp_path, template=tiny.QWEN_TEMPLATE + "{{ mood }}")
     tokenizer = load_tokenizer(str(tmp_path), chat_args={"mood": "glad"})
     dialogues = Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Game), tokenizer, print)
     own = {"chat_template_kwargs": {"mood": "sad"}}

@@ -203,8 +203,7 @@ def test_a_reward_that_does_not_concern_a_completion_has_no_influence() -> None:
     """Neither pays it to be left out, nor does it change what the others get."""
     values = np.array([[NAN, -2.0, -1.0, -6.0], [NAN] * 4, [1.0, NAN, 3.0, NAN]])
     found = advantages(torch.from_numpy(neutral(values)), scale="none")
-    expected = np.nan_to_num(values - [[-3.0], [0.0], [2.0]])
-    assert found.tolist() == expected.tolist()
+    assert found.tolist() == np.nan_to_num(values - [[-3.0], [0.0], [2.0]]).tolist()
 
 
 def test_decoupled_advantages_are_those_of_trl() -> None:
@@ -233,8 +232,7 @@ def test_maxrl_follows_the_likelihood_to_the_order_of_its_group(size: int) -> No
             adv = advantages(rewards[None], scale=LOSSES[loss].scale)[0]
             value, _ = policy_loss(logp[:, None], None, adv, one, loss=loss)
             found[loss] = found[loss] - logp.sum().exp().detach() * value
-    orders = range(1, size)
-    truncated = -torch.stack([(1 - p) ** k / k for k in orders]).sum()
+    truncated = -torch.stack([(1 - p) ** k / k for k in range(1, size)]).sum()
     share = (size - 1) / size  # Dr. GRPO's baseline contains the sample itself
     for value, expected in ((found["maxrl"], truncated), (found["dr_grpo"], share * p)):
         a, b = (torch.autograd.grad(x, logit, retain_graph=True)[0] for x in (value, expected))
@@ -429,7 +427,6 @@ def test_the_documented_loss_is_its_formula() -> None:
     term = -torch.minimum(ratio * faded, ratio.clamp(0.8, 1.2) * faded) - 0.01 * entropy
     weights = mask / mask.sum(-1, keepdim=True).clamp(min=1) / mask[..., 0].numel()
     expected = (torch.where(mask, term, 0) * weights).sum()
-    inputs = (logp, entropy)
     torch.testing.assert_close(value, expected)
-    slopes = [torch.autograd.grad(x, inputs) for x in (value, expected)]
+    slopes = [torch.autograd.grad(x, (logp, entropy)) for x in (value, expected)]
     torch.testing.assert_close(*slopes)

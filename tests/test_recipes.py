@@ -1,9 +1,10 @@
-"""The Python of docs/recipes.md runs, on a tiny model and without what it would download."""
+"""The Python of the pages runs, on a tiny model and without what it would download."""
 
 import re
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import mkdtemp
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -12,35 +13,39 @@ import pytest
 
 import minigrpo
 
-from . import tiny
+from .tiny import tiny_chat_model
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def block(name: str) -> dict[str, Any]:
-    """What the only Python block of the page with this text defines."""
-    page = (Path(__file__).parents[1] / "docs/recipes.md").read_text("utf-8")
-    (code,) = [x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if name in x]
-    exec(compile(code, "recipes.md", "exec"), defined := {"__name__": "recipe"})
-    return defined
+def run_blocks(text: str, page: str = "recipes") -> list[dict[str, Any]]:
+    """What the Python blocks of a page with this text define."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    blocks = [{"minigrpo": minigrpo, "__name__": page, "code": x} for x in code if text in x]
+    for block in blocks:
+        exec(compile(block["code"], page, "exec"), block)
+    return blocks
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Any:
     small = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_steps": 1}
-    small |= {"model": str(tiny.tiny_chat_model(tmp_path / "model", context=900)), "eval_size": 2}
-    return lambda f=minigrpo.train, **x: f(**{**x, **small, "out_dir": str(tmp_path / "run")})
+    small |= {"model": str(tiny_chat_model(tmp_path / "model", context=900)), "eval_size": 2}
+    return lambda f=minigrpo.train, **x: f(**x | small | {"out_dir": mkdtemp(dir=tmp_path)})
 
 
-def test_gsm8k_is_read_and_the_tool_is_one(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_train(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"question": f"{a} + 1?", "answer": f"<<{a}+1>>\n#### {a + 1}"} for a in range(8)]
     data = SimpleNamespace(load_dataset=lambda *names: {"train": rows[:6], "test": rows[6:]})
     monkeypatch.setitem(sys.modules, "datasets", data)
     monkeypatch.setattr(minigrpo, "train", train)
-    assert "rewards/correct/mean" in block("load_dataset")["run"].metrics
-    assert minigrpo.turns.tools.Tool("multiply", block("def multiply")["multiply"]).schema
+    for page in ("recipes", "turns", "finetune", "../README"):
+        for block in run_blocks("minigrpo.train(", page):
+            assert block["run"].summary["status"] == "finished"
 
 
 def test_the_format_is_paid_and_the_judge_is_asked(train: Any) -> None:
-    form, right = map(block("FORM =").get, ("form", "right"))
+    form, right = map(run_blocks("FORM =")[0].get, ("form", "right"))
     example, text = SimpleNamespace(fields={"solution": 4}), "<think>\n1 <\n</think>\n<answer>\n4\n"
     for said, paid in (("</answer>\n", (1, 1)), ("2</answer>", (1, 0)), ("", (0, 0))):
         assert (form(example, text + said), right(example, text + said)) == paid
@@ -51,7 +56,7 @@ def test_the_format_is_paid_and_the_judge_is_asked(train: Any) -> None:
             self.send_response(200), self.end_headers()
             self.wfile.write(b'{"choices": [{"message": {"content": "Grade: 7."}}]}')
 
-    asked, judge = list[bytes](), block("def ask")
+    asked, judge = list[bytes](), run_blocks("def ask")[0]
     with ThreadingHTTPServer(("localhost", 0), Server) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         judge["URL"] = f"http://localhost:{server.server_port}"
