@@ -115,7 +115,7 @@ class Calibration(SourceTask):
         brier_score = measures.pop("brier")  # the part of this name is 1 minus the square
         return {"brier_score": brier_score, **measures, "mean_confidence": confidence.mean()}
 
-    def ask(self, example: Example, number: int) -> Example:
+    def ask(self, example: Example, number: int, split: str) -> Example:
         """The example with the request for the form, and with a true answer in that form."""
         messages = [*example.messages]
         if self.chat and not messages:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .runtime.rng import stream
+from .runtime.statistics import means
 from .types import ConfigError, Example
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
@@ -22,7 +23,7 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
-    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
+    """Group-relative advantages: `[P, G]` -> `[P, G]`, in the precision of the rewards.
 
     The estimator `group_mean` is R_i - mean(R) (GRPO, arXiv 2402.03300); `leave_one_out` is R_i
     minus the mean of the others, G / (G - 1) times as much (RLOO, arXiv 2402.14740). `scale`, a row
@@ -36,7 +37,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         raise ConfigError(
             "rewards must be finite; for --loss maxrl and --scale mean never negative"
         )
-    rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
+    rewards = rewards.detach()
     factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
     centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
@@ -50,9 +51,8 @@ def neutral(values: np.ndarray) -> np.ndarray:
 
     It counts as the mean of its group, or as 0 in a group without any value.
     """
-    known = ~np.isnan(values)
-    sums = np.where(known, values, 0.0).sum(axis=1, keepdims=True)
-    return np.where(known, values, sums / np.maximum(known.sum(axis=1, keepdims=True), 1))
+    of_groups = np.nan_to_num(means(values))[:, None]
+    return np.where(np.isnan(values), of_groups, values)
 
 
 def decoupled(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> Tensor:

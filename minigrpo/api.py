@@ -70,12 +70,11 @@ def train(
         "loss": loss,
         "environment": environment,
     }
-    names = {name: str(x) for name, x in given.items() if isinstance(x, str | Path)}
+    names = {name: str(x) for name, x in (given | settings).items() if isinstance(x, str | Path)}
     objects = {name: x for name, x in given.items() if name not in names}
-    plain = {name: str(x) if isinstance(x, Path) else x for name, x in settings.items()}
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
-    settled, why = settle({**of_file, **plain, **names}, size)
+    settled, why = settle({**of_file, **settings, **names}, size)
     trainer = Trainer(
         settled, dist=processes(), quiet=quiet, callbacks=callbacks, why=why, **objects
     )

@@ -10,7 +10,6 @@ and `settle` makes a Config of it. Precedence, the last one wins: the defaults b
 task and those of a published model (defaults.py), `--config FILE.toml`, the command line.
 """
 
-import argparse
 import json
 import os
 import re
@@ -20,10 +19,21 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, Required, TypedDict, get_type_hints
 
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from .defaults import Size, defaults_for
 from .errors import ConfigError, refusing
@@ -51,26 +61,21 @@ def read_json_pairs(value: Any) -> Any:
     return {name: x for name, x in pairs.items() if x is not None}
 
 
-AsPairs = tyro.constructors.PrimitiveConstructorSpec[Any](  # a text, which the setting's type reads
-    nargs=1,
-    metavar="NAME=VALUE,..",
-    instance_from_str=lambda words: words[0],
-    is_instance=lambda value: isinstance(value, dict | str),
-    str_from_instance=lambda pairs: [",".join(f"{name}={x}" for name, x in pairs.items())],
-)
+# a text, which the setting's type reads
+AsPairs = tyro.conf.arg(constructor=str, metavar="NAME=VALUE,..", help_behavior_hint="")
 Arguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
 PartWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
 
 
-def read_texts(value: Any) -> Any:
-    r"""Stop texts; a shell cannot well write a line break, so there it is \n."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        return value
-    return [text.replace(r"\n", "\n") if isinstance(text, str) else text for text in texts]
+def read_line_breaks(text: str) -> str:
+    r"""A shell cannot well write a line break, so there it is \n."""
+    return text.replace(r"\n", "\n")
 
 
-StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(read_texts)]
+StopText = Annotated[str, Field(min_length=1), AfterValidator(read_line_breaks)]
+StopTexts = Annotated[
+    list[StopText], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
 
 
 def expanded(text: str) -> str:
@@ -120,9 +125,9 @@ class ModelConfig(Group):
     """A jinja2 file that writes prompts from messages, instead of the model's own template."""
     chat_args: Arguments = {}
     """Variables of the chat template, such as enable_thinking=false."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: NonNegativeInt = 0
     """Train adapters of this rank (LoRA) beside frozen weights; 0: train all weights."""
-    lora_alpha: float = Field(0.0, ge=0)
+    lora_alpha: NonNegativeFloat = 0.0
     """Adapters are scaled by this over --lora-rank; 0: twice the rank."""
     lora_targets: str = ""
     """Comma-separated layers with adapters, such as q_proj,v_proj; empty: all in the blocks."""
@@ -133,17 +138,17 @@ class ModelConfig(Group):
 class SamplingConfig(Group):
     """How completions are sampled."""
 
-    prompts_per_step: int = Field(16, ge=1)
+    prompts_per_step: PositiveInt = 16
     """Prompts per step, over all processes."""
-    group_size: int = Field(16, ge=1)
+    group_size: PositiveInt = 16
     """Completions per prompt."""
-    max_new_tokens: int = Field(96, ge=1)
+    max_new_tokens: PositiveInt = 96
     """Longest completion in tokens, end of text included."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: PositiveInt = 8
     """With --environment, most turns of the model; --max-new-tokens counts all turns together."""
     temperature: float = Field(1.0, ge=0.001)
     """Sampling temperature; training divides the logits by it too."""
-    top_k: int = Field(0, ge=0)
+    top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens; training uses the full distribution. 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the most likely tokens with this total probability; training uses all."""
@@ -151,7 +156,7 @@ class SamplingConfig(Group):
     """Sample from tokens at least this share as likely as the likeliest; training uses all."""
     stop: StopTexts = []
     """Texts that end a completion, such as "</answer>"; the text is kept. \\n is a line's end."""
-    dynamic_sampling: int = Field(0, ge=0)
+    dynamic_sampling: NonNegativeInt = 0
     """Times per step to replace prompts whose completions have equal rewards (DAPO); 0: off."""
 
 
@@ -160,11 +165,11 @@ class LossConfig(Group):
 
     name: Annotated[Paths, tyro.conf.arg(name="loss")] = "grpo"
     """A loss of losses.py (nll: supervised fine-tuning on true answers), or FILE.py:NAME."""
-    clip_low: float | None = Field(None, ge=0)
+    clip_low: NonNegativeFloat | None = None
     """Where a loss clips the ratio, at 1 - this; unset: the loss's default."""
-    clip_high: float | None = Field(None, ge=0)
+    clip_high: NonNegativeFloat | None = None
     """Where a loss clips the ratio, at 1 + this; unset: the loss's default."""
-    ratio_cap: float | None = Field(None, gt=0)
+    ratio_cap: PositiveFloat | None = None
     """Absolute cap on the ratio (cispo, two-sided clip); unset: the loss's default."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """What divides advantages: a standard deviation, the group's mean; auto: the loss's default."""
@@ -172,7 +177,7 @@ class LossConfig(Group):
     """normalize-then-sum (GDPO): each reward by its groups' std, the sum by the batch's."""
     kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial model; above 0 a frozen copy is kept, except with LoRA."""
     reference: Paths = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
@@ -182,13 +187,13 @@ class LossConfig(Group):
         "none", "token-truncate", "token-mask", "icepop", "sequence-truncate", "sequence-mask"
     ] = "none"
     """Weigh tokens by p_trainer / p_sampler, in one of the ways of docs/performance.md."""
-    sampler_cap: float = Field(3.0, gt=0)
+    sampler_cap: PositiveFloat = 3.0
     """Largest ratio of --sampler-correction."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of a bonus for entropy: this times the entropy is subtracted from the loss."""
     teacher: Paths = ""
     """Distil a model: named as for --model, self (the trained one) or initial (docs/tasks.md)."""
-    teacher_coef: float = Field(1.0, ge=0)
+    teacher_coef: NonNegativeFloat = 1.0
     """Weight of the KL to --teacher beside the rewards: log p_teacher - log p of each token."""
     teacher_context: str = ""
     """A field of the rows whose text --teacher reads beside the prompt, such as a solution."""
@@ -199,15 +204,15 @@ class LossConfig(Group):
 class OptimizerConfig(Group):
     """AdamW and its schedule."""
 
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: PositiveInt = 1
     """Optimizer steps per rollout."""
-    learning_rate: float = Field(6e-4, gt=0)
+    learning_rate: PositiveFloat = 6e-4
     """Peak learning rate; it falls by a cosine to a tenth of that over --max-steps."""
-    warmup_steps: int = Field(10, ge=0)
+    warmup_steps: NonNegativeInt = 10
     """Steps of linear learning-rate warm-up."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay on matrices; biases and norms have none."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: PositiveFloat = 1.0
     """The gradient is clipped to this norm."""
 
 
@@ -228,22 +233,22 @@ class SpeedConfig(Group):
     """Decode by CUDA graphs: a round is launched at once, not kernel by kernel."""
     packing: Literal["repeated", "prefix-tree"] = "prefix-tree"
     """The update runs each distinct prefix once; repeated: every completion in full."""
-    num_speculative_tokens: int = Field(4, ge=0)
+    num_speculative_tokens: NonNegativeInt = 4
     """Tokens proposed per decoding round, from the known answer: same tokens, fewer rounds."""
     fused_optimizer: bool = True
     """Use AdamW's fused kernel."""
     parallel_rewards: bool = True
     """Score completions in a thread pool."""
-    num_reward_workers: int = Field(2, ge=1)
+    num_reward_workers: PositiveInt = 2
     """Threads in the reward pool."""
 
 
 class MemoryConfig(Group):
     """Less memory for more time. Results stay the same."""
 
-    micro_batch_size: int = Field(0, ge=0)
+    micro_batch_size: NonNegativeInt = 0
     """Prompts per forward and backward pass; 0: all of them."""
-    rollout_batch_size: int = Field(0, ge=0)
+    rollout_batch_size: NonNegativeInt = 0
     """Prompts sampled together, others enter as completions end; 0: all of them."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
@@ -256,19 +261,19 @@ class MemoryConfig(Group):
 class RunConfig(Group):
     """How long a run is, when it evaluates, and what it saves."""
 
-    max_steps: int = Field(350, ge=1)
+    max_steps: PositiveInt = 350
     """Steps to train for; the learning rate decays over them."""
-    stop_after: int = Field(0, ge=0)
+    stop_after: NonNegativeInt = 0
     """Stop after this step as if interrupted; the schedule does not change. 0: off."""
-    eval_every: int = Field(100, ge=0)
+    eval_every: NonNegativeInt = 100
     """Steps between evaluations; 0: only before and after training."""
-    eval_size: int = Field(512, ge=1)
+    eval_size: PositiveInt = 512
     """Held-out examples per evaluation."""
-    eval_samples: int = Field(1, ge=1)
+    eval_samples: PositiveInt = 1
     """Completions sampled per example of an evaluation; above 1 it also has pass@k."""
-    save_every: int = Field(100, ge=1)
+    save_every: PositiveInt = 100
     """Steps between checkpoints; the last step is always saved."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: PositiveInt = 2
     """How many of the newest checkpoints to keep."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed for examples, samples and initial weights."""
@@ -379,8 +384,7 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def hint(name: str) -> str:
     """What is here instead of TRL's `num_generations`, or of `--num-generations`; "" of others."""
-    word = name.lstrip("-").replace("-", "_")
-    return TRL_WORDS.get(word, "")
+    return TRL_WORDS.get(name.lstrip("-").replace("-", "_"), "")
 
 
 def unknown_setting(name: str, known: Collection[str] = ()) -> ConfigError:
@@ -389,40 +393,38 @@ def unknown_setting(name: str, known: Collection[str] = ()) -> ConfigError:
     return ConfigError(f"unknown setting: {name}{here and f'; in minigrpo: {here}'}")
 
 
-def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, dict[str, str]]:
-    """The config of `given`, and what brings the defaults of the task and of the model.
+def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, str]:
+    """The config of `given`, and a line about the defaults of the task or the model; "": none.
 
     `size`: that of a model that is an object; None: of the setting `model`. Raises ConfigError.
     """
-    brought = {name: x for name, x in defaults_for(given, size).items() if name not in given}
-    values = {name: value for name, (value, _) in brought.items()}
-    why = {name: reason for name, (_, reason) in brought.items()}
-    return Config.from_flat({**values, **given}), why
+    defaults, whose = defaults_for(given, size)
+    brought = [f"{name} {value}" for name, value in defaults.items() if name not in given]
+    why = f"defaults for {whose}: {', '.join(brought)}" if brought else ""
+    return Config.from_flat({**defaults, **given}), why
 
 
 def read_flags(argv: Sequence[str], prog: str | None = None) -> dict[str, Any]:
     """The settings of --config files and of the other flags; bad ones raise ConfigError or exit."""
-    early = argparse.ArgumentParser(prog, add_help=False, allow_abbrev=False)
-    early.add_argument("--config", action="append", default=[])
-    known, flags = early.parse_known_args(argv)
-    for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
         if hint(flag):  # of others tyro says what is meant
             raise unknown_setting(flag)
-    if {"-h", "--help"} & {*flags}:  # prints the help, and ends the process
+    if {"-h", "--help"} & {*argv}:  # prints the help, and ends the process
         tyro.cli(Config, args=["--help"], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
-    settings: dict[str, Any] = {}
-    for path in known.config:
-        settings |= read_toml(path)
     # not a Config, which would not know which of its settings were given
     fields = {
         name: get_type_hints(Config.model_fields[group].annotation, include_extras=True)[field]
         for name, (group, field) in places().items()
     }
+    fields["config"] = Required[tyro.conf.UseAppendAction[list[str]]]
     parsed: dict[str, Any] = tyro.cli(
         TypedDict("Flags", fields, total=False),  # type: ignore[operator]
-        args=flags,
+        args=argv,
         prog=prog,
     )
+    settings: dict[str, Any] = {}
+    for path in parsed.pop("config"):
+        settings |= read_toml(path)
     return settings | parsed
 
 

@@ -68,20 +68,22 @@ def size_of(model: str) -> Size | None:
 
 def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that fit a published model, by flat name, to those that are given."""
+    import torch  # which has read the model's size by now
+
     has_adapters = bool(given.get("lora_rank"))
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
-    device = given.get("device", "auto")
-    if has_cuda(device):
+    has_cuda = given.get("device") != "cpu" and torch.cuda.is_available()
+    if has_cuda:
         settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
         of_all, of_adapters = 5e-6, 5e-5
         settings |= MEMORY_SAVING
-        if has_bfloat16(device):
+        if has_cuda and torch.cuda.is_bf16_supported(including_emulation=False):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
         of_all, of_adapters = 3e-5, 1e-3
         settings |= {"prompts_per_step": 16, "group_size": 16}
-        settings["micro_batch_size"] = 1 if has_cuda(device) else 4
+        settings["micro_batch_size"] = 1 if has_cuda else 4
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":
             of_all, of_adapters = 2e-5, 2e-4
@@ -91,35 +93,21 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def has_cuda(device: str) -> bool:
-    """Whether --device stands for a CUDA device."""
-    import torch
-
-    return device != "cpu" and torch.cuda.is_available()
-
-
-def has_bfloat16(device: str) -> bool:
-    """Whether it stands for one that computes in bfloat16."""
-    import torch
-
-    return has_cuda(device) and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 # all settings that a task or a model may bring
 BROUGHT = {name for row in TASKS.values() for name in row.small}
 BROUGHT |= {*ALL, *MEMORY_SAVING, "max_new_tokens", "learning_rate", "base_dtype"}
 BROUGHT |= {"use_amp", "cuda_graphs"}
 
 
-def defaults_for(given: Mapping[str, Any], size: Size | None = None) -> dict[str, tuple[Any, str]]:
-    """The defaults that the task and the model bring, and what brings each: see `config.settle`."""
+def defaults_for(given: Mapping[str, Any], size: Size | None) -> tuple[Mapping[str, Any], str]:
+    """The defaults that the task or the model brings, and which of them: see `config.settle`."""
     if given.keys() >= BROUGHT:
-        return {}  # the settings of a run, whose model may be gone, and need not be read
+        return {}, ""  # the settings of a run, whose model may be gone, and need not be read
     task = given.get("task", "auto")
     row = TASKS.get(task, TaskRow(""))
     size = size or size_of(str(given.get("model", "shipped")))
     if size is None:
-        return {name: (value, f"--task {task}") for name, value in row.small.items()}
+        return row.small, f"--task {task}"
     with_lora = " with LoRA" if given.get("lora_rank") else ""
-    why = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
-    return {name: (value, why) for name, value in settings_for(size, given).items()}
+    model = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
+    return settings_for(size, given), model

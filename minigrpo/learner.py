@@ -63,10 +63,11 @@ class Learner:
             learns = self.loss.surrogate not in (losses.clipped, losses.cispo)
         self.learns_without_advantage = learns or entropy_coef > 0
 
-        # separate modules that share the parameters: the sampler's modules must not be compiled
-        trained = self.model.for_training(
-            checkpointing=config.memory.gradient_checkpointing, compiled=config.speed.compile_model
-        )
+        # separate modules that share the parameters: the sampler's, whose shapes vary, must not be
+        # compiled
+        trained = self.model.sharing_weights()
+        trained.checkpointing = config.memory.gradient_checkpointing
+        trained.compiled = config.speed.compile_model
         self.wrapped: Any = self.dist.wrap(trained)
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(self.model, config)
@@ -145,8 +146,8 @@ class Learner:
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_parts(size: int) -> Tensor:
-            logps = [self.forward(self.pack(part)).logp for part in batch.split(size)]
-            return torch.cat([logp.cpu() for logp in logps])
+            parts = batch.split(size)
+            return torch.cat([self.forward(self.pack(part)).logp.cpu() for part in parts])
 
         return self.backoff.run(in_parts, len(batch))
 
@@ -185,6 +186,12 @@ class Learner:
             assert advantages is not None
             teacher_kl = (old_logp - part.teacher_logp).masked_fill(~mask, 0)
             advantages = advantages[..., None] - settings.teacher_coef * teacher_kl
+        token_weights = None  # [P, G, S]: the sampler drew the tokens
+        behavior_logp = part.completions.behavior_logp
+        if settings.sampler_correction != "none" and behavior_logp is not None:
+            token_weights = losses.sampler_weights(
+                settings.sampler_correction, settings.sampler_cap, old_logp, behavior_logp, mask
+            )
         loss, metrics = losses.policy_loss(
             logp,
             old_logp,
@@ -195,7 +202,7 @@ class Learner:
             kl_coef=0.0 if self.config.supervised else settings.kl_coef,
             normalizer=normalizer,
             ref_logp=part.ref_logp,
-            token_weights=self._token_weights(part, old_logp),
+            token_weights=token_weights,
             entropy=entropy if self.learns_entropy else None,
             added=-settings.entropy_coef * entropy if self.learns_entropy else None,
         )
@@ -212,15 +219,6 @@ class Learner:
             metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
         return loss, metrics
 
-    def _token_weights(self, part: RolloutBatch, old_logp: Tensor) -> Tensor | None:
-        """Importance weights `[P, G, S]` of --sampler-correction: the sampler drew the tokens."""
-        correction = self.config.loss.sampler_correction
-        behavior_logp = part.completions.behavior_logp
-        if correction == "none" or behavior_logp is None:
-            return None
-        cap, mask = self.config.loss.sampler_cap, part.completions.completion_mask
-        return losses.sampler_weights(correction, cap, old_logp, behavior_logp, mask)
-
     def pack(self, part: RolloutBatch) -> Packing:
         return PACKINGS[self.config.speed.packing](part.completions, self.device)
 
@@ -232,10 +230,8 @@ class Learner:
     def _total(self, of_parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches and processes: sums, means over tokens, a maximum."""
         gaps = [part.pop(LARGEST_GAP) for part in of_parts if LARGEST_GAP in part]
-        own: Metrics = {}
-        for name, first in of_parts[0].items():
-            own[name] = sum((part[name] for part in of_parts[1:]), start=first)
-        total = dict(zip(own, self.dist.sum(torch.stack([*own.values()])), strict=True))
+        own = sum((torch.stack([*part.values()]) for part in of_parts), torch.tensor(0.0))
+        total = dict(zip(of_parts[0], self.dist.sum(own), strict=True))
         tokens = total.pop("tokens").clamp(min=1)
         total |= {name: total[name] / tokens for name in PER_TOKEN if name in total}
         if gaps:

@@ -25,23 +25,20 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
     values: dict[str, ArrayLike | Tensor] = dict(batch.metrics)
     values["completions/mean_length"] = mask.sum(-1)
     if batch.rewards is not None:
-        values |= _reward_metrics(batch.rewards)
+        rewards = batch.rewards
+        several = rewards.total.shape[1] > 1  # one alone may have a teacher
+        values |= {
+            "reward": rewards.total,
+            "reward_std": rewards.total.std(axis=1, ddof=int(several)),
+            "frac_reward_zero_std": rewards.zero_variance,
+            **{f"rewards/{name}/mean": scores for name, scores in rewards.parts.items()},
+            **{f"rewards/{name}/failures": failed for name, failed in rewards.failed.items()},
+        }
         values["completions/clipped_ratio"] = ~completions.ended(stops)
         values |= _dialogue_metrics(batch.texts)
     if completions.log_kept_mass is not None:
         values["sampling/removed_mass"] = 1 - completions.log_kept_mass[mask].exp()
     return {name: np.asarray(value, dtype=np.float64) for name, value in values.items()}
-
-
-def _reward_metrics(rewards: RewardTable) -> dict[str, ArrayLike]:
-    several = rewards.total.shape[1] > 1  # one alone may have a teacher
-    return {
-        "reward": rewards.total,
-        "reward_std": rewards.total.std(axis=1, ddof=int(several)),
-        "frac_reward_zero_std": rewards.zero_variance,
-        **{f"rewards/{name}/mean": scores for name, scores in rewards.parts.items()},
-        **{f"rewards/{name}/failures": failed for name, failed in rewards.failed.items()},
-    }
 
 
 def _dialogue_metrics(texts: Sequence[Sequence[str]]) -> dict[str, ArrayLike]:

@@ -190,8 +190,7 @@ class Parts:
         self.console = console or Console(quiet=True)
         self.given = given or Given()
         self.watchdog = Watchdog(folder and folder / "hung_calls.jsonl")
-        self.guard = NonFiniteGuard()
-        self.precision = Precision(config.speed, self.device, self.guard)
+        self.precision = Precision(config.speed, self.device, NonFiniteGuard())
 
     def asked(self, name: str) -> Any:
         """The caller's object for a setting, or its text. Raises ConfigError for objects gone."""

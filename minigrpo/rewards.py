@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -134,8 +133,11 @@ def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
     """The functions, each under a name of its own: f, f_2, f_3."""
     by_name: dict[str, RewardFunction] = {}
     for function in functions:
-        names = (f"{function.name}_{n}" if n > 1 else function.name for n in count(1))
-        name = next(name for name in names if name not in by_name)
+        name = function.name
+        n = 1
+        while name in by_name:
+            n += 1
+            name = f"{function.name}_{n}"
         by_name[name] = replace(function, name=name)
     return [*by_name.values()]
 
@@ -215,7 +217,7 @@ class TextBatch:
                 self.distinct.append(place)
             self.same.append(number)
 
-    def pairs(self, places: Sequence[int]) -> tuple[list[Example], list[str]]:
+    def pairs(self, places: Iterable[int]) -> tuple[list[Example], list[str]]:
         """Copies of the examples and the texts of some places."""
         # code may empty a list in `fields`, or the messages of a dialogue
         examples = [copy.deepcopy(self.examples[place]) for place in places]
@@ -248,9 +250,8 @@ class RewardScorer:
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
-        own_weights = {**task.parts, **self.environments, **of_functions}
-        self.weights = self.weights or own_weights
-        self.names = [*task.parts, *self.environments, *(function.name for function in functions)]
+        self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
+        self.names = [*task.parts, *self.environments, *of_functions]
         self.text_parts = [name for name in task.parts if name not in task.token_parts]
         self.success = next((f.name for f in functions if f.success), task.success)
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
@@ -303,12 +304,12 @@ class RewardScorer:
         for name in self.names:
             weight = self.weights.get(name, 1.0)
             parts[name], failed[name] = settled(scores[name], batch.shape, weight)
-        terms = [np.zeros(batch.shape)]
+        total = np.zeros(batch.shape)
         for name, weight in self.weights.items():
             # where a reward failed throughout, nobody knows what it would have paid
             unknown = failed[name] & np.isnan(parts[name])
-            terms.append(weight * np.where(unknown, np.nan, neutral(parts[name])))
-        return RewardTable(np.sum(terms, axis=0), parts, failed)
+            total += weight * np.where(unknown, np.nan, neutral(parts[name]))
+        return RewardTable(total, parts, failed)
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
@@ -324,17 +325,14 @@ class RewardScorer:
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
         """The task's parts of texts."""
-        share = -(-len(batch.distinct) // self.workers)
-        pieces = [
-            batch.pairs(batch.distinct[start : start + share])
-            for start in range(0, len(batch.distinct), share)
-        ]
+        number = len(batch.distinct)
+        shares = np.array_split(batch.distinct, min(self.workers, number))
+        pieces = [batch.pairs(places) for places in shares]
         if len(pieces) > 1:
             with ThreadPoolExecutor(self.workers) as pool:
                 answers = [*pool.map(lambda piece: self.task.score_batch(*piece), pieces)]
         else:  # a single thread would only cost time
             answers = [self.task.score_batch(*piece) for piece in pieces]
-        number = len(batch.distinct)
         return {
             name: batch.spread(as_scores([x for each in answers for x in each[name]], number))
             for name in self.text_parts
@@ -343,10 +341,9 @@ class RewardScorer:
     def _of_function(self, function: RewardFunction, batch: TextBatch) -> Scores:
         """A function's scores of texts."""
         # 1. The places of the texts of each call.
-        calls: list[Sequence[int]] = [[place] for place in batch.distinct]
+        calls: Sequence[Sequence[int]] = [[place] for place in batch.distinct]
         if function.grouped:
-            num_prompts, size = batch.shape
-            calls = [range(p * size, (p + 1) * size) for p in range(num_prompts)]
+            calls = np.arange(len(batch.texts)).reshape(batch.shape).tolist()
         elif function.batched:
             calls = [batch.distinct]
 

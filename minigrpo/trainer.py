@@ -46,7 +46,7 @@ class Trainer:
         dist: DistContext | None = None,
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
-        why: Mapping[str, str] | None = None,
+        why: str = "",
         **objects: Any,
     ) -> None:
         """
@@ -58,7 +58,7 @@ class Trainer:
         # Each part depends on those above it alone.
         self.dist = dist or DistContext()
         self.callbacks = callbacks
-        self.why = why or {}
+        self.why = why
         self.console = Console(quiet=quiet, rank=self.dist.rank)
         given = Given.of(**objects)
         folder = choose_folder(config, self.dist)
@@ -67,26 +67,27 @@ class Trainer:
         self.device = pick_device(self.config.speed.device, self.dist.local_rank)
         set_up_process(self.config.speed, self.device)
 
-        self.parts = Parts(self.config, self.device, self.console, given, folder)
-        self.tokenizer = self.parts.tokenizer
-        self.task = self.parts.task
-        self.scorer = self.parts.scorer  # of the task
-        loss = self.parts.loss  # users' files have been run, before weights are loaded
-        self.model = self.parts.model  # fits the tokenizer
-        self.parts.check_examples()  # they fit the model
+        parts = Parts(self.config, self.device, self.console, given, folder)
+        self.parts = parts
+        self.tokenizer = parts.tokenizer
+        self.task = parts.task
+        self.scorer = parts.scorer  # of the task
+        loss = parts.loss  # users' files have been run, before weights are loaded
+        self.model = parts.model  # fits the tokenizer
+        parts.check_examples()  # they fit the model
         if self.dist.world_size > 1:
-            self.dist.refuse_differences(self.parts.digests() | {"settings": digest(config.flat())})
+            self.dist.refuse_differences(parts.digests() | {"settings": digest(config.flat())})
         self.learner = Learner(  # gives all processes the model of the main one
             self.config,
             self.model,
             loss,
-            precision=self.parts.precision,
+            precision=parts.precision,
             dist=self.dist,
             warn=self.console.warn,
         )
-        self.sampler = self.parts.sampler  # of the model, for the task
-        self.teacher = self.parts.teacher  # the model as it is now, unless another is named
-        self.reference = self.parts.reference
+        self.sampler = parts.sampler  # of the model, for the task
+        self.teacher = parts.teacher  # the model as it is now, unless another is named
+        self.reference = parts.reference
         self.timer = PhaseTimer(self.device)
         self.source = self._batch_source()
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}

@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import traceback
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
@@ -31,14 +30,13 @@ INSTALLED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *LIB
 __path__: list[str] = []  # modules may lie below this one, as if it were a package
 
 
-class UserFileFinder(MetaPathFinder):
+class UserFileFinder:
     """Finds the file of a module by its name."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if not fullname.startswith(PREFIX):
             return None
-        file = unquote(fullname.removeprefix(PREFIX)) + SUFFIX
-        return spec_from_file_location(fullname, file)
+        return spec_from_file_location(fullname, unquote(fullname.removeprefix(PREFIX)) + SUFFIX)
 
 
 sys.meta_path.append(UserFileFinder())

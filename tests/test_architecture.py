@@ -17,7 +17,7 @@ from minigrpo.config import places
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "minigrpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BUDGET = {"lines": 11_400, "tokens": 77_400, "files": 92, "raises": 115, "settings": 78}
+BUDGET = {"lines": 11_400, "tokens": 76_000, "files": 92, "raises": 115, "settings": 78}
 # the files that show a whole step
 STEP = (
     *("trainer", "rollout", "learner", "losses", "advantages", "types"),
@@ -35,8 +35,10 @@ FLOORS = (
     "runtime",
     "advantages metrics",
     "losses rewards run",
-    "learner sampling tasks",
-    "evaluate turns",
+    "tasks",
+    "turns",
+    "learner sampling",
+    "evaluate",
     "parts",
     "resolve rollout",
     "trainer",

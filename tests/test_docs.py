@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.cli import BENCHMARKS
 from minigrpo import defaults
@@ -93,8 +94,8 @@ def test_tables_in_the_pages_are_those_of_the_code(monkeypatch: pytest.MonkeyPat
     rows = re.findall(r"^\| (.+) \|$", (ROOT / "docs/trl.md").read_text().replace("`", ""), re.M)
     assert rows[1:] == [f"{word} | {here}" for word, here in TRL_WORDS.items()]
 
-    monkeypatch.setattr(defaults, "has_cuda", lambda device: True)
-    monkeypatch.setattr(defaults, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     section = (ROOT / "docs/models.md").read_text().split("## Defaults")[1].split("\n## ")[0]
     rows = [row.split("|") for row in re.findall(r"^\| `(.+) \|$", section, re.M)]
     named = {words[0].split("`")[0] for words in rows}

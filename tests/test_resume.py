@@ -67,8 +67,7 @@ def half_solved(folder: Path) -> dict[str, Any]:
     rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(8)]
     data = write_jsonl(folder / "rows.jsonl", rows[:7])
     held_out = write_jsonl(folder / "held_out.jsonl", rows[7:])
-    rewards = str(folder / "solved.py")
-    return {"data": str(data), "eval_data": str(held_out), "rewards": rewards}
+    return {"data": str(data), "eval_data": str(held_out), "rewards": str(folder / "solved.py")}
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

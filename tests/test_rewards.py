@@ -118,8 +118,7 @@ def test_each_distinct_text_of_an_example_is_scored_once() -> None:
 
     RewardScorer(task, functions=[batched]).score(EXAMPLES, TEXTS)
     assert task.calls == ["good", "bad", "bad", "good", "worse"]
-    pairs = [("2", "good"), ("2", "bad"), ("4", "bad"), ("4", "good"), ("4", "worse")]
-    assert seen == [pairs]
+    assert seen == [[("2", "good"), ("2", "bad"), ("4", "bad"), ("4", "good"), ("4", "worse")]]
 
 
 def test_examples_with_one_prompt_and_two_answers_are_two() -> None:
@@ -364,7 +363,7 @@ from minigrpo.runtime.watchdog import Watchdog
 from minigrpo.task import Task
 from minigrpo.types import Example
 
-watchdog = Watchdog(Path("marks.jsonl"), grace_s=1.0)
+watchdog = Watchdog(Path("marks.jsonl"))
 scorer = RewardScorer(Task(), functions=[rewards.backtracks], watchdog=watchdog, workers=1)
 for _ in range(2):
     table = scorer.score([Example("?")], [["a" * 3, "a" * 40 + "!", "b"]])

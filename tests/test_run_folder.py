@@ -331,8 +331,7 @@ class Folder(RuleBasedStateMachine):
         with death(self.folder, at) as calls:
             self.run.start()
         self.end()
-        after = {x: x.read_bytes() for x in old.rglob("*") if x.is_file()}
-        assert after == before
+        assert {x: x.read_bytes() for x in old.rglob("*") if x.is_file()} == before
         if calls[0] >= at or not logs_are_whole:  # killed before the lines of before were copied
             self.harmed.add("metrics.jsonl")
         if whole(self.folder) == [step]:

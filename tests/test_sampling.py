@@ -187,8 +187,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
     ],
 )
 def test_tied_tokens_are_kept(p: list[float], params: dict[str, Any], kept: list[int]) -> None:
-    logp = torch.tensor(p, dtype=torch.float64).log()
-    left = truncate(logp, SamplingConfig(**params))
+    left = truncate(torch.tensor(p, dtype=torch.float64).log(), SamplingConfig(**params))
     assert left.isfinite().nonzero()[:, 0].tolist() == kept
 
 

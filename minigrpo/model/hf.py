@@ -121,23 +121,25 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
     """The shape of a model, and its tensors by their names in files. Raises ConfigError."""
     tensors: dict[str, Tensor] = {}
     for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
-        tensors |= read_tensors(part)[1]
+        tensors |= read_tensors(part)
     return read_model_shape(path), tensors
 
 
 def read_model_shape(path: Path) -> ModelShape:
     """The shape alone, by a safetensors file's header, else by config.json. Raises ConfigError."""
     file = path / WEIGHTS if path.is_dir() else path
-    header = read_tensors(file)[0] if file.is_file() else {}
-    if SHAPE in header:
-        return SHAPES.validate_json(header[SHAPE])
+    if file.is_file():
+        with refusing(file), safe_open(file, framework="pt") as opened:
+            header = opened.metadata() or {}
+        if SHAPE in header:
+            return SHAPES.validate_json(header[SHAPE])
     return read_shape(read_json(file.with_name(CONFIG)))
 
 
-def read_tensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header of a safetensors file, and its tensors, which are read where they are used."""
-    with refusing(file), safe_open(file, framework="pt") as opened:
-        return opened.metadata() or {}, load_file(file)
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, which are read where they are used."""
+    with refusing(file):
+        return load_file(file)
 
 
 def _weight_files(file: Path) -> list[Path]:
@@ -170,11 +172,6 @@ def to_state(
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
     return state
-
-
-def from_state(shape: ModelShape, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_state`."""
-    return {stored_name(shape, name): converted(shape, name, x, -1) for name, x in state.items()}
 
 
 def converted(shape: ModelShape, name: str, tensor: Tensor, one: int) -> Tensor:

@@ -160,7 +160,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
 
 def load_peft(model: Transformer, folder: Path) -> None:
     """Load adapters of PEFT's into a model with the same ones. Raises ConfigError."""
-    tensors = hf.read_tensors(folder / hf.ADAPTER_FILE)[1]
+    tensors = hf.read_tensors(folder / hf.ADAPTER_FILE)
     ours = {stored: name for name, stored in peft_names(model).items()}
     with refusing(f"{folder}: adapters for another model, or of a kind that is not supported"):
         load_trained(model, {ours.get(stored, stored): x for stored, x in tensors.items()})
@@ -175,7 +175,7 @@ def attach_peft(model: Transformer, folder: Path) -> None:
     in_all_layers = Transformer(model.shape, seed=None)
     add_adapters(in_all_layers, rank=1)
     names = peft_names(in_all_layers)
-    stored = hf.read_tensors(folder / hf.ADAPTER_FILE)[1]
+    stored = hf.read_tensors(folder / hf.ADAPTER_FILE)
     layers = {name.rpartition(".")[0] for name in names if names[name] in stored}
     with refusing(folder / hf.ADAPTER_CONFIG):
         rank, alpha = settings["r"], settings["lora_alpha"]

@@ -77,18 +77,15 @@ def rows_of(packed: Tensor, rows: Tensor) -> Tensor:
     return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`; causal without a mask.
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`.
 
     Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
-    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with a
+    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with the
     `mask` `[B, 1, R * T, T']`, 0 or -inf, the R queries of a token become rows of the attention to
-    their shared head; without one, keys and values are repeated.
+    their shared head. Without a mask, as in `causal`, keys and values are repeated.
     """
     share = q.shape[1] // k.shape[1]
-    if mask is None:
-        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
     attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     return attended.unflatten(2, (share, -1)).flatten(1, 2)
@@ -97,10 +94,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Tens
 def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of rows `[B, H or K, T, E]`; each token sees the last `window`, 0: all."""
     length = q.shape[2]
-    if not 0 < window < length:
-        return sdpa(q, k, v)
     share = q.shape[1] // k.shape[1]
-    return sdpa(q, k, v, mask=window_mask(window, length, share, q.dtype, q.device))
+    if not 0 < window < length:
+        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return sdpa(q, k, v, window_mask(window, length, share, q.dtype, q.device))
 
 
 @lru_cache(maxsize=4)  # not one for each layer, which autograd would keep
@@ -142,7 +140,7 @@ class CompletionRows:
         # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
         wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
         k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
-        return sdpa(rows_of(q, self.queries), k, v, mask=self.masks[window])
+        return sdpa(rows_of(q, self.queries), k, v, self.masks[window])
 
 
 @dataclass(frozen=True)

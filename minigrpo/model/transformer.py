@@ -8,7 +8,7 @@ tokens once. `ModelShape` says which variant of each part a model has.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,6 @@ class LlamaProjections(nn.Module):
 
 
 gelu = partial(F.gelu, approximate="tanh")
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": gelu}
 
 
 class MLP(nn.Module):
@@ -117,7 +116,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = GATES[shape.kind.gate]
+        self.gate: Callable[[Tensor], Tensor] = gelu if shape.kind.gate == "gelu" else F.silu
         make = partial(Linear, shape.width, bias=shape.mlp_bias)
         self.is_fused = shape.kind.has_fused_gate
         if self.is_fused:
@@ -219,13 +218,6 @@ class Transformer(Weights):
             self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
-
-    def for_training(self, *, checkpointing: bool, compiled: bool) -> Self:
-        """A copy that shares all parameters. The sampler, whose shapes vary, keeps this model."""
-        trained = self.sharing_weights()
-        trained.checkpointing = checkpointing
-        trained.compiled = compiled
-        return trained
 
     @property
     def device(self) -> torch.device:

@@ -97,8 +97,12 @@ class Weights(nn.Module):
 
     def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
         """Write a float32 file for `from_pretrained`, by default with the shape as its header."""
-        tensors = hf.from_state(self.shape, self.state_dict())
-        hf.write_tensors(tensors, Path(path), header or {hf.SHAPE: json.dumps(asdict(self.shape))})
+        shape = self.shape
+        tensors = {  # the inverse of `hf.to_state`
+            hf.stored_name(shape, name): hf.converted(shape, name, x, -1)
+            for name, x in self.state_dict().items()
+        }
+        hf.write_tensors(tensors, Path(path), header or {hf.SHAPE: json.dumps(asdict(shape))})
 
     def export(self, folder: Path) -> None:
         """Write a folder that `from_pretrained` loads, transformers' and ours."""

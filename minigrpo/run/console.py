@@ -49,32 +49,21 @@ class Console:
         self.say("")
 
     def introduce(
-        self,
-        config: Config,
-        why: Mapping[str, str],
-        task: Task,
-        weights: Mapping[str, float],
-        machines: str,
+        self, config: Config, why: str, task: Task, weights: Mapping[str, float], machines: str
     ) -> None:
-        """Say what a step is, why defaults are what they are, and what the reward is."""
+        """Say what a step is, `why` defaults are what they are, and what the reward is."""
         prompts = config.sampling.prompts_per_step
         completions = 1 if config.supervised else config.sampling.group_size
         self.say(
             f"{config.loss.name}: {prompts} prompts x {completions} completions per step, on "
             f"{machines}; learning rate {config.optimizer.learning_rate:g}"
         )
-        self.defaults(config, why)
+        if why:
+            self.say(why)
         paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
         self.say(f"reward: {' + '.join(paid) or 'none'}")
         if task.about:
             self.say(f"task: {task.about}")
-
-    def defaults(self, config: Config, why: Mapping[str, str]) -> None:
-        """Say which values the task or the model brings. `why`: see `config.settle`."""
-        flat = config.flat()
-        for reason in dict.fromkeys(why.values()):
-            values = [f"{name} {flat[name]}" for name, brought in why.items() if brought == reason]
-            self.say(f"defaults for {reason}: {', '.join(values)}")
 
     def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
         """Say every 15 seconds where a run is: its mean reward or loss, and the time left."""

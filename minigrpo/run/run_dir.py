@@ -21,7 +21,7 @@ import numpy as np
 import tomli_w
 import torch
 
-from ..config import Config, grouped, places
+from ..config import Config, places
 from ..model.hf import ADAPTER_FILE, WEIGHTS
 from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
@@ -75,7 +75,7 @@ class RunDir:
     def __post_init__(self) -> None:
         self.checkpoints = self.path / CHECKPOINTS
         # without those of a single start
-        self.settings = self.config.flat() | {"out_dir": "", "resume": "", "stop_after": 0}
+        self.record = self.config.replace(out_dir="", resume="", stop_after=0)
         # the bits depend on these too: software, machine, users' files
         self.versions = {
             "torch": str(torch.__version__),
@@ -85,7 +85,7 @@ class RunDir:
             **{str(file): sha256(file) for file in files_of(self.config)},
         }
         # a checkpoint has these, and a run that goes on from it must be the same
-        self.identity = {**self.settings, **self.versions, **self.facts}
+        self.identity = {**self.record.flat(), **self.versions, **self.facts}
         self.saved_step = -1  # of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
         self._lock = ExitStack()
@@ -146,8 +146,7 @@ class RunDir:
         def begin() -> None:
             trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)  # before any other file
-            given = {name: x for name, x in self.settings.items() if x is not None}
-            tables = {**grouped(given), "versions": self.versions}
+            tables = self.record.model_dump(exclude_none=True) | {"versions": self.versions}
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +10,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import Connection, Pipe
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -69,14 +67,13 @@ class Pool:
 
     def ended(self, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
-        must_wait = wait
         while self.num_open:
-            outcome = self._next_outcome(must_wait)
+            outcome = self._next_outcome(wait)
             if outcome:
                 self.num_open -= 1
-                must_wait = False
+                wait = False
                 yield outcome
-            elif not must_wait:
+            elif not wait:
                 return
 
     def all(self) -> Iterator[Outcome]:
@@ -125,11 +122,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 def awaited(answer: Awaitable[Any], timeout_s: float) -> Any:
     """The result of an `async` function's call, which is cancelled if it is late."""
-
-    async def wait() -> Any:
-        return await asyncio.wait_for(answer, timeout_s)
-
-    future = asyncio.run_coroutine_threadsafe(wait(), event_loop())
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(answer, timeout_s), event_loop())
     try:
         return future.result(timeout_s + 1)
     except TimeoutError:
@@ -168,12 +161,11 @@ class WorkerProcesses:
 
     def _start(self) -> tuple["subprocess.Popen[bytes]", Connection]:
         # not by multiprocessing, which would run a script of the user's again
-        ours, theirs = socket.socketpair()
+        pipe, theirs = Pipe()
         program = f"from {__name__} import serve; serve({theirs.fileno()})"
         command = [sys.executable, "-c", program]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
-        pipe = Connection(ours.detach())
         pipe.send((sys.path, self.module, self.name))
         pipe.recv()  # it is ready
         return process, pipe
@@ -193,8 +185,7 @@ def serve(file: int) -> None:
             # the system ends this process then, whoever holds Python's lock
             signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
             try:
-                outcome = ForkingPickler.dumps((function(*arguments), ""))
+                pipe.send((function(*arguments), ""))  # nothing, if the answer cannot be pickled
             except BaseException as error:
-                outcome = ForkingPickler.dumps((None, f"{error!r:.200}"))
+                pipe.send((None, f"{error!r:.200}"))
             signal.setitimer(signal.ITIMER_REAL, 0)
-            pipe.send_bytes(outcome)

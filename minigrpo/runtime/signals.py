@@ -15,25 +15,22 @@ REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 SAME_REQUEST = 1.0  # seconds: the terminal and the launcher may both send the same signal
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """Context manager that catches signals. The first asks to stop; a later one stops at once."""
 
     def __init__(self, say: Warn) -> None:
+        super().__init__()  # of what restores the former handlers
         self.say = say
         self.reason = ""  # one of REASONS, the first signal that came
         self.asked_at = 0.0
-        self.former_handlers = ExitStack()
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for number in (signal.Signals[name] for name in REASONS[1:]):
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     before = signal.signal(number, self._caught)
-                    self.former_handlers.callback(signal.signal, number, before)
+                    self.callback(signal.signal, number, before)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.former_handlers.close()
 
     def agreed(self, dist: DistContext) -> str:
         """Why to stop, or ""; a collective: the same in all processes, if only one got a signal."""

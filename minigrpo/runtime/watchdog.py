@@ -27,10 +27,9 @@ GRACE_S = 4.0  # of silence, beyond the deadline of a call
 class Watchdog:
     """The run's side: says which calls are in work."""
 
-    def __init__(self, marks: Path | None = None, grace_s: float = GRACE_S) -> None:
+    def __init__(self, marks: Path | None = None) -> None:
         """`marks`: where calls are marked that have ended a process; None: nowhere."""
         self.marks = marks
-        self.grace_s = grace_s
         lines = marks.read_text("utf-8").splitlines() if marks and marks.is_file() else ()
         self.marked = {json.loads(line)["key"] for line in lines}
 
@@ -45,7 +44,6 @@ class Watchdog:
             key=key,
             about=about if len(about) < 600 else f"{about[:200]} ... {about[-400:]}",
             timeout_s=timeout_s,
-            silence_s=timeout_s + self.grace_s,
             marks=str(self.marks or os.devnull),
         )
 
@@ -99,7 +97,7 @@ def watch(run: int) -> None:
                     calls[message["thread"]] = message
             continue
         silence_s += 1
-        late = [call for call in calls.values() if call["silence_s"] < silence_s]
+        late = [call for call in calls.values() if call["timeout_s"] + GRACE_S < silence_s]
         late = [call for call in late if is_busy(run, call["system_thread"])] or late
         for call in late:
             with open(call["marks"], "a", encoding="utf-8") as file:

@@ -96,12 +96,12 @@ class Decoder:
         `prompt_ids` `[P', Lp]` int64 and `prompt_len` `[P']` -> `[P', V]`, the logits of the first
         new tokens.
         """
-        lengths, device = prompt_len.cpu().numpy(), self.model.device
+        lengths = prompt_len.cpu().numpy()
         columns = np.arange(lengths.max())
         real = columns < lengths[:, None]  # [P', Lp]
         # the packed token of each place; padding is hidden by causality, and repeats a token
-        rows = torch.from_numpy((real.ravel().cumsum() - 1).reshape(real.shape)).to(device)
-        places = torch.from_numpy(np.flatnonzero(real)).to(device)
+        rows = prompt_ids.new_tensor((real.ravel().cumsum() - 1).reshape(real.shape))
+        places = prompt_ids.new_tensor(np.flatnonzero(real))
         ids = prompt_ids[:, : len(columns)].flatten().index_select(0, places)
         attend = partial(self._attend_in_prompts, places, rows)
         hidden = self.model.forward_hidden(ids, places % len(columns), attend)

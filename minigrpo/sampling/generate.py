@@ -26,9 +26,9 @@ slots; W tokens per slot and round.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,8 @@ from ..config import SamplingConfig
 from ..model.encoding import StopTexts
 from ..model.transformer import Transformer
 from ..runtime.graphs import RoundGraphs, copy_into
-from ..types import Completions, Example
+from ..turns.dialogues import Dialogues
+from ..types import Completions
 from .decoder import Decoder, Room
 from .pick import pick_token, propose, truncate
 
@@ -52,15 +53,6 @@ MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
 PLAIN = SamplingConfig()  # the model's own distribution
 
 
-class Answers(Protocol):
-    """What answers the turns of a batch: `Dialogues` in turns/, where each method is explained."""
-
-    def begin(self, examples: Sequence[Example], num_samples: int) -> None: ...
-    def submit(self, sequence: int, ids: Sequence[int]) -> None: ...
-    def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]: ...
-    def finish(self, completions: Completions) -> list[list[str]]: ...
-
-
 @dataclass
 class RoundState:
     """What the host knows of the N running sequences after a round, `[N]` int64 each."""
@@ -72,9 +64,6 @@ class RoundState:
     ended: np.ndarray  # 1 if the last token is a stop, or completes a stop text, else 0
     unread: np.ndarray  # tokens of an answer that are stored, and not run yet
     waiting: np.ndarray  # 1 if it waits for an answer, else 0
-
-    def select(self, chosen: np.ndarray) -> "RoundState":
-        return RoundState(**{name: values[chosen] for name, values in vars(self).items()})
 
 
 @dataclass(eq=False)
@@ -91,15 +80,15 @@ class Generation:
     num_samples: int  # G
     prompts_at_once: int  # at most this many times G sequences run side by side
     # [P, G, S] numbers in [0, 1), S >= max_new_tokens; None: the most likely token each time
-    u: InitVar[Tensor | np.ndarray | None]
+    u: Tensor | np.ndarray | None
     sampling: SamplingConfig
     drafts: Tensor | None  # [P, L] int64, a text for each prompt, whose tokens are proposed
     num_speculative_tokens: int
     work: Counter[str]  # counts `rounds`, and the `tokens` that the model ran, prompts included
-    answers: Answers | None  # None: a completion is one turn
+    answers: Dialogues | None  # None: a completion is one turn
     graphs: RoundGraphs | None = None
 
-    def __post_init__(self, u: Tensor | np.ndarray | None) -> None:
+    def __post_init__(self) -> None:
         device = self.model.device
         self.prompt_ids = self.prompt_ids.to(device)
         self.prompt_len = self.prompt_len.to(device)
@@ -124,23 +113,23 @@ class Generation:
         #    last one, and a row of filler.
         num_sequences = num_prompts * self.num_samples
         size = num_sequences + 1, columns
-        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.sampled = torch.zeros(size, dtype=torch.bool, device=device)  # not of an answer
-        self.logp = torch.zeros(size, dtype=torch.float32, device=device)
+        self.ids = self.prompt_ids.new_zeros(size)
+        self.sampled = torch.zeros_like(self.ids, dtype=torch.bool)  # not of an answer
+        self.logp = torch.zeros_like(self.ids, dtype=torch.float32)
         sampling = self.sampling
         truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         self.uniforms = None
-        if u is not None:
-            uniforms = torch.as_tensor(u).flatten(0, 1)[:, : self.max_new_tokens].to(device)
+        if self.u is not None:
+            uniforms = torch.as_tensor(self.u).flatten(0, 1)[:, : self.max_new_tokens].to(device)
             self.uniforms = torch.nn.functional.pad(uniforms, (0, self.window, 0, 1))
-        self.lengths = torch.zeros(num_sequences + 1, dtype=torch.int64, device=device)  # [P * G]
+        self.lengths = self.prompt_len.new_zeros(num_sequences + 1)  # [P * G]
         self.lengths[-1] = 1
         self.unread = torch.zeros_like(self.lengths)  # [P * G], see RoundState
         self.waiting = torch.zeros_like(self.lengths)  # [P * G], see RoundState
 
         # 2. What ends a completion.
-        self.is_stop = torch.zeros(self.model.shape.vocab_size, dtype=torch.bool, device=device)
+        self.is_stop = self.sampled.new_zeros(self.model.shape.vocab_size)
         self.is_stop[sorted(self.stops)] = True  # [V]
         # [V] after these tokens a round ends, although a proposal may have gone on as sampled
         self.ends_round = self.is_stop
@@ -149,8 +138,7 @@ class Generation:
         self.stopped = np.zeros(num_sequences, dtype=bool)  # by a stop text
 
         # 3. The running sequences, padded, in one place.
-        places = 3 * self.decoder.pad_to(num_sequences)
-        self.layout = torch.zeros(places, dtype=torch.int64, device=device)
+        self.layout = self.ids.new_zeros(3 * self.decoder.pad_to(num_sequences))
         self.running = self.layout[:0]  # [N, padded] their numbers, in ascending order
         self.slot = self.layout[:0]  # [N, padded] the slot of each; the filler's is 0
         self.representatives = self.layout[:0]  # [B, padded] one running sequence of each slot
@@ -287,7 +275,7 @@ class Generation:
         if self.answers is not None:
             answer = self._exchange_turns(self.answers, state)
         stays = self._goes_on(state) | (state.waiting > 0)
-        state = state.select(stays)
+        state = RoundState(**{name: values[stays] for name, values in vars(state).items()})
         slots = assign_slots(state.slot, state.length, answer[stays], state.last_token)
 
         # 3. One copy back.
@@ -325,15 +313,14 @@ class Generation:
         is_full = state.length >= self.max_new_tokens
         return (state.unread > 0) | ((state.ended == 0) & ~is_full)
 
-    def _exchange_turns(self, answers: Answers, state: RoundState) -> np.ndarray:
+    def _exchange_turns(self, answers: Dialogues, state: RoundState) -> np.ndarray:
         """Have ended turns answered, and store the answers that have come; changes the state.
 
         Returns `[N]` numbers that tell new answers apart; 0: none.
         """
         # within an answer, a stop ends no turn
         asks = np.flatnonzero((state.ended > 0) & (state.unread == 0) & (state.waiting == 0))
-        rows = self.ids[torch.from_numpy(state.sequence[asks]).to(self.ids.device)].tolist()
-        for n, ids in zip(asks, rows, strict=True):
+        for n, ids in zip(asks, self.ids[state.sequence[asks]].tolist(), strict=True):
             answers.submit(int(state.sequence[n]), ids[: state.length[n]])
         state.waiting[asks] = 1
 
@@ -352,8 +339,8 @@ class Generation:
             row, column, token = self.ids.new_tensor(stored).T
             self.ids[row, column] = token
         running = self.running[: self.num_running]
-        self.unread[running] = torch.from_numpy(state.unread).to(self.ids.device)
-        self.waiting[running] = torch.from_numpy(state.waiting).to(self.ids.device)
+        self.unread[running] = running.new_tensor(state.unread)
+        self.waiting[running] = running.new_tensor(state.waiting)
         return new_answer
 
     def _run_answers(self) -> None:

@@ -15,8 +15,9 @@ from ..model.transformer import Transformer
 from ..runtime.device import low_precision_copy
 from ..runtime.graphs import RoundGraphs, capturing
 from ..runtime.guard import OOMBackoff
+from ..turns.dialogues import Dialogues
 from ..types import Completions, Example, Warn
-from .generate import Answers, Generation
+from .generate import Generation
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Sampler:
     autocast: Callable[[], AbstractContextManager[object]]
     warn: Warn
     speculate: bool = False  # propose the tokens of the true answers
-    dialogues: Answers | None = None  # answers turns; None: each completion is one turn
+    dialogues: Dialogues | None = None  # answers turns; None: each completion is one turn
 
     def __post_init__(self) -> None:
         speed, texts = self.config.speed, self.config.sampling.stop

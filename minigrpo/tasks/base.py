@@ -46,18 +46,18 @@ class SourceTask(Task):
         for name in self.inherited:
             setattr(self, name, getattr(source, name))
 
-    def ask(self, example: Example, number: int) -> Example:
-        """Example `number` of the source as this task asks it."""
+    def ask(self, example: Example, number: int, split: str) -> Example:
+        """Example `number` of a split of the source as this task asks it."""
         return example
 
     def train(self, number: int) -> Example:
-        return self.ask(self.source.train(number), number)
+        return self.ask(self.source.train(number), number, "train")
 
     def held_out(self, number: int) -> Example:
-        return self.ask(self.source.held_out(number), number)
+        return self.ask(self.source.held_out(number), number, "held-out")
 
     def longest(self, number: int) -> Sequence[Example]:
-        return [self.ask(example, example.index) for example in self.source.longest(number)]
+        return [self.ask(x, x.index, "longest") for x in self.source.longest(number)]
 
 
 class ChangedTask(SourceTask):
@@ -76,7 +76,7 @@ class ChangedTask(SourceTask):
 class UserTask(ChangedTask):
     """A user's task, whose examples get an `index`, the key of random numbers."""
 
-    def ask(self, example: Example, number: int) -> Example:
+    def ask(self, example: Example, number: int, split: str) -> Example:
         prompt = example.prompt or question_of(example.messages)
         return replace(example, index=number, prompt=prompt)
 

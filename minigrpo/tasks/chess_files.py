@@ -4,7 +4,7 @@ Each ply of the main line of a game is a question. A game that breaks the rules 
 """
 
 import gzip
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TextIO
 
@@ -44,15 +44,6 @@ class ChessFiles(Rows):
         order = stream(self.seed, "chess files").permutation(len(rows))
         return [rows[place] for place in order]
 
-    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """One position in four, as in self-play, unless that is none or all of a few."""
-        chosen = []
-        for row in rows:
-            position, *_ = row.example.prompt.removeprefix("A: ").split("+", 1)
-            if position_is_held_out(position):
-                chosen.append(row)
-        return chosen if 0 < len(chosen) < len(rows) else super().choose_held_out(rows)
-
 
 def rows_of_game(game: chess.pgn.Game) -> list[Row]:
     """A row for each move of the main line. Raises ValueError for what is no game of chess."""
@@ -65,6 +56,7 @@ def rows_of_game(game: chess.pgn.Game) -> list[Row]:
     for move in moves:
         # the question is the position, without an en passant square that no pawn can use
         question = position_key(board.fen())
-        rows.append(Row(question, question_about(render(board), move.uci())))
+        fen = render(board)
+        rows.append(Row(question, question_about(fen, move.uci()), position_is_held_out(fen)))
         board.push(move)
     return rows

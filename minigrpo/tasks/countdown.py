@@ -14,7 +14,7 @@ learnt to calculate and to compare. Which attempts to make is learnt from the re
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from operator import add, index, mul, sub, truediv
@@ -30,7 +30,6 @@ from .data import Files, Record, Row, Rows
 SMALLEST = 6  # limit of a level; with smaller numbers hardly any problem is held out
 LARGEST = 100  # value that random attempts reach, on the way or in the end
 
-BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 BINARY = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 FORMULA = re.compile(r"\$|\\[()\[\]]")  # marks of a formula in TeX
@@ -158,7 +157,7 @@ class Countdown(SourceTask):
         value = result(final_answer(text), example.fields["nums"])
         return {"solved": value == example.fields["target"], "format": value is not None}
 
-    def ask(self, example: Example, number: int) -> Example:
+    def ask(self, example: Example, number: int, split: str) -> Example:
         """A problem in its form."""
         if self.form == "search":
             return example

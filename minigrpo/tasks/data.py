@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import lru_cache, partial
+from heapq import nlargest
 from math import isnan
 from numbers import Number
 from pathlib import Path
@@ -33,7 +34,8 @@ Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 class Row(NamedTuple):
     question: str  # what decides whether two rows ask the same
     example: Example
-    published_test: bool = False  # of the test split of a file that is published with its splits
+    # of the test split of a file that is published with its splits; of chess, as in self-play
+    is_test: bool = False
     extra_key: str = ""  # what an environment reads of it: see `tell_apart`
 
 
@@ -209,8 +211,8 @@ class Rows(Task):
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The published test rows, else those of a tenth of the questions, or one row."""
-        published = [row for row in rows if row.published_test]
-        if 0 < len(published) < len(rows):  # else the files have one side of the published split
+        published = [row for row in rows if row.is_test]
+        if 0 < len(published) < len(rows):  # else the files have one side of the split
             return published
         chosen = [row for row in rows if is_held_out(row.question)]
         return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
@@ -224,10 +226,9 @@ class Rows(Task):
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def longest(self, number: int) -> Sequence[Example]:
-        def length(example: Example) -> int:
-            return len(f"{example.prompt}{example.messages}{example.answer}")
-
-        return sorted(self._train + self._held_out, key=length, reverse=True)[:number]
+        return nlargest(
+            number, self._train + self._held_out, lambda x: len(f"{x.prompt}{x.messages}{x.answer}")
+        )
 
 
 @lru_cache(maxsize=4)

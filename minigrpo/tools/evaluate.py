@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import tyro
-from pydantic import Field
+from pydantic import PositiveInt
 
 from ..config import OnePath
 from ..evaluate import measure
@@ -21,7 +21,7 @@ from .common import ModelArguments, config_of, open_parts, parse
 
 
 class Arguments(ModelArguments):
-    n: int = Field(2000, ge=1)
+    n: PositiveInt = 2000
     """Held-out examples, or as many as there are."""
     json_file: Annotated[OnePath | None, tyro.conf.arg(name="json")] = None
     """Write the figures here, as JSON."""

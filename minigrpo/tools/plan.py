@@ -140,6 +140,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     parts = parts_of(config, shape_of(config), prompt)
     peak = peak_of(parts)
     parts |= {"peak": peak, "on a card, with CUDA itself": peak + CARD_SPARE}
-    console.defaults(config, why)
+    if why:
+        console.say(why)
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in parts.items() if size]
     console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)

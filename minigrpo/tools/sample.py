@@ -8,7 +8,7 @@ It samples with the settings of the run unless flags change them, such as --temp
 
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveInt
 
 from ..evaluate import complete_prompt, grade, held_out
 from ..metrics import Graded
@@ -24,9 +24,9 @@ class Arguments(ModelArguments):
     """A text for the model: a user's message if the model has a chat template, else as it is."""
     raw: bool = False
     """Send --prompt as it is, without the chat template."""
-    examples: int = Field(3, ge=1)
+    examples: PositiveInt = 3
     """Without --prompt: the number of held-out examples."""
-    n: int = Field(1, ge=0)
+    n: NonNegativeInt = 1
     """Completions to sample per prompt; 0: the greedy one."""
 
 

@@ -92,34 +92,29 @@ class Episode:
         )
 
 
+@dataclass(eq=False)
 class Dialogues:
     """Answers the turns of a batch; completion g of prompt p is sequence p * G + g."""
 
-    def __init__(
-        self,
-        config: Config,
-        environments: EnvironmentSet,
-        tokenizer: Tokenizer,
-        warn: Warn,
-        watchdog: Watchdog = UNMARKED,
-    ) -> None:
+    config: Config
+    environments: EnvironmentSet
+    tokenizer: Tokenizer
+    warn: Warn
+    watchdog: Watchdog = UNMARKED
+
+    def __post_init__(self) -> None:
         """Raises ConfigError for a chat template that cannot write answers."""
-        self.environments = environments
-        self.tokenizer = tokenizer
-        self.watchdog = watchdog
-        self.warn = warn
         self.has_warned = False
-        self.limits = config.sampling
-        self.num_workers = config.speed.num_reward_workers
-        self.pool = Pool(0, watchdog)
+        self.pool = Pool(0, self.watchdog)
         self.episodes: list[Episode] = []
         self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
-        for kind in environments.classes.values():
+        tokenizer = self.tokenizer
+        for kind in self.environments.classes.values():
             if not (is_game(kind) or tokenizer.chat):
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
             said = {"role": "user", "content": "A"} if is_game(kind) else result_of({}, "tool", {})
             self.encode(json.dumps([said]))
-            if environments.tools_of(kind()):
+            if self.environments.tools_of(kind()):
                 check_calls(tokenizer)
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
@@ -128,7 +123,7 @@ class Dialogues:
             Episode(self.environments, example) for example in examples for _ in range(num_samples)
         ]
         self.pool.close()
-        self.pool = Pool(self.num_workers, self.watchdog)
+        self.pool = Pool(self.config.speed.num_reward_workers, self.watchdog)
 
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
         """Have a turn answered. `ids`: all tokens of the completion so far, the turn included."""
@@ -189,8 +184,9 @@ class Dialogues:
                 advice = "such a dialogue counts as the worst of its group"
                 self.warn(f"environment: {episode.error}; {advice}")
         # there must be room for a turn after the answer
-        is_full = episode.num_tokens + len(ids) >= self.limits.max_new_tokens
-        if ids and (len(episode.turns) == self.limits.max_turns or is_full):
+        limits = self.config.sampling
+        is_full = episode.num_tokens + len(ids) >= limits.max_new_tokens
+        if ids and (len(episode.turns) == limits.max_turns or is_full):
             episode.cut = True
             return []
         episode.num_tokens += len(ids)

@@ -110,16 +110,7 @@ class TurnTask(ChangedTask):
         self.environments = environments
         self.seed = seed
 
-    def train(self, number: int) -> Example:
-        return self._begin(self.source.train(number), "train", number)
-
-    def held_out(self, number: int) -> Example:
-        return self._begin(self.source.held_out(number), "held-out", number)
-
-    def longest(self, number: int) -> Sequence[Example]:
-        return [self._begin(example, "longest", 0) for example in self.source.longest(number)]
-
-    def _begin(self, example: Example, split: str, number: int) -> Example:
+    def ask(self, example: Example, number: int, split: str) -> Example:
         seed = int(stream(self.seed, f"environment/{split}", number).integers(2**31))
         example = replace(example, fields={"seed": seed, **example.fields})
         environment = self.environments.class_of(example)()
