@@ -66,7 +66,7 @@ JOBS = {
         {"preset": "qwen2.5-0.5b"}, 8, {"num_speculative_tokens": 0}, 4, 1, at_once=1, held_out=0
     ),
     "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
-    "smollm2-later": Job({**SUMS, "model": "runs/arithmetic"}, 256, at_once=1, steps=4, warm_up=1),
+    "smollm2-later": Job({**SUMS, "model": "runs/sums-60"}, 256, at_once=1, steps=4, warm_up=1),
 }
 COLUMNS: tuple[Column, ...] = (
     ("", "name", "{}"),
@@ -152,7 +152,7 @@ class Peers(Outputs):
 
     jobs: tuple[Literal[tuple(JOBS)], ...] = ("chess", "forced")  # type: ignore[valid-type]
     """chess: the default job; smollm2: --config arithmetic, 16 x 16, or later, with the model of
-    runs/arithmetic; the others: random text and weights, completions of a fixed length, with a KL.
+    runs/sums-60; the others: random text and weights, completions of a fixed length, with a KL.
     """
     ways: tuple[Literal[tuple(WAYS)], ...] = ("float32", "bfloat16")  # type: ignore[valid-type]
     """Ways to train that are compared."""

@@ -23,7 +23,7 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
-    """Group-relative advantages: `[P, G]` -> `[P, G]`, in the precision of the rewards.
+    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
 
     The estimator `group_mean` is R_i - mean(R) (GRPO, arXiv 2402.03300); `leave_one_out` is R_i
     minus the mean of the others, G / (G - 1) times as much (RLOO, arXiv 2402.14740). `scale`, a row
@@ -37,7 +37,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         raise ConfigError(
             "rewards must be finite; for --loss maxrl and --scale mean never negative"
         )
-    rewards = rewards.detach()
+    rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
     centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding

@@ -68,7 +68,7 @@ def size_of(model: str) -> Size | None:
 
 def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that fit a published model, by flat name, to those that are given."""
-    import torch  # which has read the model's size by now
+    import torch  # imported by now: the model's size has been read
 
     has_adapters = bool(given.get("lora_rank"))
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}

@@ -146,8 +146,8 @@ class Learner:
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_parts(size: int) -> Tensor:
-            parts = batch.split(size)
-            return torch.cat([self.forward(self.pack(part)).logp.cpu() for part in parts])
+            logps = [self.forward(self.pack(part)).logp for part in batch.split(size)]
+            return torch.cat([logp.cpu() for logp in logps])
 
         return self.backoff.run(in_parts, len(batch))
 

@@ -25,7 +25,7 @@ class Task:
     """An endless supply of prompts, and scores for completions. A task of your own subclasses it.
 
     A task is made with the arguments that its `__init__` names, out of `seed`, `data`, `eval_data`
-    (lists of paths), `chat` (whether --system makes prompts messages) and --task-args.
+    (lists of paths or rows), `chat` (whether --system makes prompts messages) and --task-args.
     A value of a part may be None: the part does not concern the example. NaN is a failure.
     """
 

@@ -62,7 +62,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, tensor
 
 from ..types import Completions
 from .logprobs import at_least_fp32
@@ -83,7 +83,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
     2305.13245). Left to torch, that would store the scores of all heads in most cases. So with the
     `mask` `[B, 1, R * T, T']`, 0 or -inf, the R queries of a token become rows of the attention to
-    their shared head. Without a mask, as in `causal`, keys and values are repeated.
+    their shared head.
     """
     share = q.shape[1] // k.shape[1]
     rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
@@ -95,7 +95,7 @@ def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of rows `[B, H or K, T, E]`; each token sees the last `window`, 0: all."""
     length = q.shape[2]
     share = q.shape[1] // k.shape[1]
-    if not 0 < window < length:
+    if not 0 < window < length:  # without a mask, keys and values are repeated
         k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return sdpa(q, k, v, window_mask(window, length, share, q.dtype, q.device))
@@ -216,15 +216,15 @@ def pack(
     first_places = np.unique(np.concatenate(places), return_index=True)[1]
     with torch.device(device):
         return Packing(
-            ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            sources=torch.tensor(sources),
-            targets=torch.tensor(targets),
-            index=torch.tensor(index),
-            mask=torch.tensor(mask),
-            causal_rows=torch.tensor(causal_rows),
-            completion_rows=tuple(CompletionRows(*map(torch.tensor, rows)) for rows in added_rows),
-            unpad=torch.tensor(first_places),
+            ids=tensor(ids),
+            positions=tensor(positions),
+            sources=tensor(sources),
+            targets=tensor(targets),
+            index=tensor(index),
+            mask=tensor(mask),
+            causal_rows=tensor(causal_rows),
+            completion_rows=tuple(CompletionRows(*map(tensor, rows)) for rows in added_rows),
+            unpad=tensor(first_places),
         )
 
 

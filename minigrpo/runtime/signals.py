@@ -19,7 +19,7 @@ class StopRequest(ExitStack):
     """Context manager that catches signals. The first asks to stop; a later one stops at once."""
 
     def __init__(self, say: Warn) -> None:
-        super().__init__()  # of what restores the former handlers
+        super().__init__()  # a stack of callbacks, which restore the former handlers
         self.say = say
         self.reason = ""  # one of REASONS, the first signal that came
         self.asked_at = 0.0

@@ -34,8 +34,7 @@ Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 class Row(NamedTuple):
     question: str  # what decides whether two rows ask the same
     example: Example
-    # of the test split of a file that is published with its splits; of chess, as in self-play
-    is_test: bool = False
+    is_test: bool = False  # held out by its source: a published test split, or the rule of chess
     extra_key: str = ""  # what an environment reads of it: see `tell_apart`
 
 
@@ -210,10 +209,10 @@ class Rows(Task):
         return rows
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The published test rows, else those of a tenth of the questions, or one row."""
-        published = [row for row in rows if row.is_test]
-        if 0 < len(published) < len(rows):  # else the files have one side of the split
-            return published
+        """The rows that are tests, else those of a tenth of the questions, or one row."""
+        tests = [row for row in rows if row.is_test]
+        if 0 < len(tests) < len(rows):  # else the files have one side of a published split
+            return tests
         chosen = [row for row in rows if is_held_out(row.question)]
         return chosen or sorted(rows, key=lambda row: fingerprint(row.question))[:1]
 
