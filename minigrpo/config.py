@@ -310,7 +310,7 @@ class Config(Group):
         if loss.name not in LOSS_NAMES and ":" not in loss.name:
             raise ConfigError(f"--loss {loss.name}: none of {', '.join(LOSS_NAMES)}, FILE.py:NAME")
         if self.supervised and loss.teacher:
-            raise ConfigError("--teacher needs samples of the model, which --loss nll has not")
+            raise ConfigError("--teacher needs samples of the model, and --loss nll has none")
         teacher_alone = loss.teacher and loss.overlong != "punish" and loss.kl != "k1_reward"
         if sampling.group_size < 2 and not (self.supervised or teacher_alone):
             raise ConfigError("--group-size 1 compares nothing: it is for SFT or a teacher alone")

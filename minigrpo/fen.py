@@ -26,7 +26,7 @@ def is_valid_fen(text: object) -> bool:
         return False
     try:
         board = chess.Board(fields[0])
-    except ValueError:  # a rank has not eight squares, or writes 2 as 11
+    except ValueError:  # a rank does not have eight squares, or writes 2 as 11
         return False
     return board.is_valid() and board.castling_xfen() == fields["castling"]
 

@@ -71,5 +71,5 @@ class Task:
         return {}
 
     def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """Measures of an evaluation that are no mean of a part, from the `[n]` values of each."""
+        """More measures of an evaluation than means, from the `[n]` values of each part."""
         return {}

@@ -131,6 +131,7 @@ def test_the_command_draws_runs_of_any_name(tmp_path: Path) -> None:
     a = write_run(tmp_path / "[bold] a $x_", [1, 0] * 8)
     b = write_run(tmp_path / "b", [1, 1] * 8, group_size=8)
     assert call("compare", a, b, "--plot", str(tmp_path / "c.png")) == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
     one.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
     two.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
     files = ["--config", str(two), "--config", str(one)]
-    config = Config.from_cli([*files, "--group-size", "7"])
+    config = Config.from_cli(["--use-amp", *files, "--group-size", "7", "--no-parallel-rewards"])
+    assert config.speed.use_amp and not config.speed.parallel_rewards  # switches
     assert config.task.name == "code"
     assert config.sampling.group_size == 7  # the flag
     assert Config.from_cli(files).sampling.group_size == 5  # the later file

@@ -33,8 +33,7 @@ SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exa
 def log_of(
     folder: Path, step: int = 0, said: list[str] | None = None, tracker: Any = None
 ) -> RunLog:
-    warn = pytest.fail if said is None else said.append
-    log = RunLog(warn)
+    log = RunLog(pytest.fail if said is None else said.append)
     log.open(folder, step, folder, tracker or {})
     return log
 

@@ -4,9 +4,9 @@
     model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
     checkpoints/step_NNNNNN/  trained_on.npy  hung_calls.jsonl  tensorboard/  profile/  track_id
 
-A folder holds one run for good: `--resume auto` goes on in it, and whoever goes back to an earlier
-step takes another folder. So a start removes nothing but log lines of steps that it makes again. A
-checkpoint is the first file: a folder with any other, but no whole checkpoint, has lost its own.
+A folder belongs to one run: `--resume auto` goes on in it, and a branch from an earlier step needs
+another folder. So a start removes nothing but log lines of steps that it makes again. A checkpoint
+is the first file: a folder with any other, but no whole checkpoint, has lost its own.
 """
 
 import fcntl
