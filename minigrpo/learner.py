@@ -65,9 +65,10 @@ class Learner:
 
         # separate modules that share the parameters: the sampler's, whose shapes vary, must not be
         # compiled
-        trained = self.model.sharing_weights()
-        trained.checkpointing = config.memory.gradient_checkpointing
-        trained.compiled = config.speed.compile_model
+        trained = self.model.for_training(
+            checkpointing=config.memory.gradient_checkpointing,
+            compiled=config.speed.compile_model,
+        )
         self.wrapped: Any = self.dist.wrap(trained)
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(self.model, config)
@@ -92,12 +93,13 @@ class Learner:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
-            if not self._update_weights(metrics["loss"], norm, step):
+            all_good = self._update_weights(metrics["loss"], norm, step)
+            if not all_good:
                 break
-        else:  # all updates were good
+        if all_good:
             self.guard.in_a_row = 0
-        values = torch.stack([*metrics.values(), largest_weight(self.model)]).tolist()  # one sync
-        largest = values.pop()
+        # the host waits for the device once, for all numbers
+        largest, *values = torch.stack([largest_weight(self.model), *metrics.values()]).tolist()
         if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
             raise Diverged(f"step {step + 1}: weights are not finite; lower --learning-rate")
         self.steps_done = step + 1
@@ -176,48 +178,68 @@ class Learner:
     def objective(self, part: RolloutBatch, normalizer: LossNormalizer) -> tuple[Tensor, Metrics]:
         """log-probs -> ratio to the old policy -> surrogate -> KL -> share of the step's loss."""
         settings = self.config.loss
+        # 1. What the policy says now, and what it said before the step's first update.
         packing = self.pack(part)
         part = part.to(self.device)
         mask = part.completions.completion_mask
         logp, entropy = self.forward(packing)
         old_logp = logp.detach() if part.old_logp is None else part.old_logp
-        advantages = part.advantages
-        if part.teacher_logp is not None:  # [P, G, S]: A + c (log p_teacher - log p) of each token
-            assert advantages is not None
+        teacher_kl = None  # [P, G, S], log p - log p_teacher of each token
+        if part.teacher_logp is not None:
             teacher_kl = (old_logp - part.teacher_logp).masked_fill(~mask, 0)
-            advantages = advantages[..., None] - settings.teacher_coef * teacher_kl
-        token_weights = None  # [P, G, S]: the sampler drew the tokens
-        behavior_logp = part.completions.behavior_logp
-        if settings.sampler_correction != "none" and behavior_logp is not None:
-            token_weights = losses.sampler_weights(
-                settings.sampler_correction, settings.sampler_cap, old_logp, behavior_logp, mask
-            )
+
+        # 2. The loss.
+        bonus = -settings.entropy_coef * entropy if self.learns_entropy else None
         loss, metrics = losses.policy_loss(
             logp,
             old_logp,
-            advantages,
+            self._advantages(part, teacher_kl),
             mask,
             loss=self.loss,
             kl=settings.kl,
             kl_coef=0.0 if self.config.supervised else settings.kl_coef,
             normalizer=normalizer,
             ref_logp=part.ref_logp,
-            token_weights=token_weights,
+            token_weights=self._token_weights(part, old_logp),
             entropy=entropy if self.learns_entropy else None,
-            added=-settings.entropy_coef * entropy if self.learns_entropy else None,
+            added=bonus,
         )
+
+        # 3. Metrics: sums over tokens, which `_total` makes means.
         metrics |= {
             "loss": loss.detach(),
             "entropy": entropy.detach().sum(),
             "tokens": mask.sum().to(logp),
             "tokens/run": logp.new_full((), len(packing.ids)),
         }
-        if part.teacher_logp is not None:
+        if teacher_kl is not None:
             metrics["teacher_kl"] = teacher_kl.sum()
         if part.completions.sampler_logp is not None:
             gap = (old_logp - part.completions.sampler_logp).masked_fill(~mask, 0).abs()
-            metrics |= {MEAN_GAP: gap.sum(), LARGEST_GAP: gap.max()}
+            metrics[MEAN_GAP] = gap.sum()
+            metrics[LARGEST_GAP] = gap.max()
         return loss, metrics
+
+    def _advantages(self, part: RolloutBatch, teacher_kl: Tensor | None) -> Tensor | None:
+        """The advantages `[P, G]`; with a teacher `[P, G, S]`: A + c (log p_teacher - log p)."""
+        if teacher_kl is None:
+            return part.advantages
+        assert part.advantages is not None
+        return part.advantages[..., None] - self.config.loss.teacher_coef * teacher_kl
+
+    def _token_weights(self, part: RolloutBatch, old_logp: Tensor) -> Tensor | None:
+        """The weights `[P, G, S]` of --sampler-correction, because the sampler drew the tokens."""
+        settings = self.config.loss
+        behavior_logp = part.completions.behavior_logp
+        if settings.sampler_correction == "none" or behavior_logp is None:
+            return None
+        return losses.sampler_weights(
+            settings.sampler_correction,
+            settings.sampler_cap,
+            old_logp,
+            behavior_logp,
+            part.completions.completion_mask,
+        )
 
     def pack(self, part: RolloutBatch) -> Packing:
         return PACKINGS[self.config.speed.packing](part.completions, self.device)

@@ -79,9 +79,10 @@ def test_training_layers_spare_the_sampler(option: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, "compile", fake_compile)
     monkeypatch.setattr(transformer, "compiled_part", cache(transformer.compiled_part.__wrapped__))
     model = Transformer(SHAPE, seed=1)
-    trained = model.sharing_weights()
-    trained.checkpointing = option == "gradient_checkpointing"
-    trained.compiled = option == "compile_model"
+    trained = model.for_training(
+        checkpointing=option == "gradient_checkpointing",
+        compiled=option == "compile_model",
+    )
     assert all(a is b for a, b in zip(model.parameters(), trained.parameters(), strict=True))
     assert [*model.state_dict()] == [*trained.state_dict()]
     model.h[0].register_forward_pre_hook(lambda *_: ran.append("sampler"))

@@ -90,8 +90,7 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
     for chunked in (False, True):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        trained = model.sharing_weights()
-        trained.checkpointing = chunked
+        trained = model.for_training(checkpointing=chunked, compiled=False)
         for build in PACKINGS.values():
             packing = build(c)
             logp, found_entropy = trained(packing, 0.7)

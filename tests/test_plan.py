@@ -133,8 +133,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     base = Transformer(shape)
     plan.add_adapters(base, config.model.lora_rank)
-    model = base.sharing_weights()
-    model.checkpointing = config.memory.gradient_checkpointing
+    model = base.for_training(checkpointing=config.memory.gradient_checkpointing, compiled=False)
     packing = PACKINGS[config.speed.packing](made_up(shape, 3, group=6, prompt=30, length=40))
 
     def update() -> None:

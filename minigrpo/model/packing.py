@@ -166,45 +166,75 @@ class Packing:
         return flat.index_select(0, self.unpad)
 
 
+class _Stream:
+    """The packed tokens of a micro-batch while they are collected, prompt by prompt."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []  # of each token in its own text
+        self.child: dict[tuple[int, int], int] = {}  # (place, next token) -> that token's place
+        # (place, next token) -> the number of the prediction
+        self.predictions: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add_prompt(self, prompt: Sequence[int]) -> range:
+        """Add the tokens of a prompt; return their places."""
+        places = range(len(self), len(self) + len(prompt))
+        self.ids += prompt
+        self.positions += range(len(prompt))
+        return places
+
+    def add_completion(self, prompt: range, inputs: Sequence[int]) -> list[int]:
+        """Add what is new of a completion's inputs; return the places of prompt and inputs."""
+        path = [*prompt]
+        for token in inputs:
+            place = self.child.setdefault((path[-1], token), len(self))
+            if place == len(self):
+                self.ids.append(token)
+                self.positions.append(len(path))
+            path.append(place)
+        return path
+
+    def predict(self, place: int, token: int) -> int:
+        """The number of the prediction of `token` after the token at a place."""
+        return self.predictions.setdefault((place, token), len(self.predictions))
+
+
 def pack(
     completions: Completions, device: torch.device | str = "cpu", *, share: bool = True
 ) -> Packing:
     """The packing `prefix-tree`, or without sharing `repeated`, of completions on the host."""
-    ids, positions = list[int](), list[int]()  # of the packed tokens
-    child: dict[tuple[int, int], int] = {}  # (place, next token) -> place of that token
-    predictions: dict[tuple[int, int], int] = {}  # (place, next token) -> number
+    # 1. The packed tokens, and what is attended to.
+    stream = _Stream()
     causal: list[Sequence[int]] = []
     added: list[AddedRow] = []
     mask = completions.completion_mask.numpy()
     lengths = completions.completion_len.tolist()
     index = np.zeros(mask.shape, dtype=np.int64)
     for p, prompt_len in enumerate(completions.prompt_len.tolist()):
+        prompt_ids = completions.prompt_ids[p, :prompt_len].tolist()
         for g, padded in enumerate(completions.completion_ids[p].tolist()):
-            completion = padded[: lengths[p][g]]
             if g == 0 or not share:
-                prompt = range(len(ids), len(ids) + prompt_len)
-                ids += completions.prompt_ids[p, :prompt_len].tolist()
-                positions += range(prompt_len)
-            num_before = len(ids)
-            path = [*prompt]
-            for token in completion[:-1]:
-                place = child.setdefault((path[-1], token), len(ids))
-                if place == len(ids):  # a new node
-                    ids.append(token)
-                    positions.append(len(path))
-                path.append(place)
+                prompt = stream.add_prompt(prompt_ids)
+            completion = padded[: lengths[p][g]]
+            num_before = len(stream)
+            path = stream.add_completion(prompt, completion[:-1])
             for s in np.flatnonzero(mask[p, g]).tolist():
-                key = path[prompt_len - 1 + s], completion[s]
-                index[p, g, s] = predictions.setdefault(key, len(predictions))
+                index[p, g, s] = stream.predict(path[prompt_len - 1 + s], completion[s])
             if not share:
                 causal.append(path)
-            elif len(ids) > num_before:
-                added.append((range(num_before, len(ids)), path))
+            elif len(stream) > num_before:
+                added.append((range(num_before, len(stream)), path))
         if share:
             causal.append(prompt)
-    # if all completions are empty, the masked index still needs a valid entry
-    sources, targets = zip(*predictions or [(0, 0)], strict=True)
-    depth = np.array(positions)
+    if not stream.predictions:  # all completions are empty, and `index` needs a valid entry
+        stream.predict(0, 0)
+    sources, targets = zip(*stream.predictions, strict=True)
+
+    # 2. Attention's padded rows, and the place of each token in them.
+    depth = np.array(stream.positions)
     causal_rows = _padded(causal)
     added_rows = []
     places = [causal_rows.ravel()]
@@ -214,10 +244,12 @@ def pack(
         places.append(queries.ravel())
     # padding repeats the first token of its row, so the first place of a token is its own
     first_places = np.unique(np.concatenate(places), return_index=True)[1]
+
+    # 3. All of it on the device.
     with torch.device(device):
         return Packing(
-            ids=tensor(ids),
-            positions=tensor(positions),
+            ids=tensor(stream.ids),
+            positions=tensor(stream.positions),
             sources=tensor(sources),
             targets=tensor(targets),
             index=tensor(index),

@@ -209,7 +209,8 @@ class Transformer(Weights):
         super().__init__()
         self.shape = shape
         self.rope_bases = {*map(shape.rope_theta_of, range(shape.layers))} - {0}
-        self.checkpointing, self.compiled = False, False  # those of a copy for training may be True
+        self.checkpointing = False
+        self.compiled = False
         with torch.device("meta"):  # where torch's own initialisation takes no time
             self.wte = nn.Embedding(shape.vocab_size, shape.width)
             self.wpe = nn.Embedding(shape.context, shape.width) if shape.kind.is_gpt2 else None
@@ -218,6 +219,13 @@ class Transformer(Weights):
             self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
+
+    def for_training(self, *, checkpointing: bool, compiled: bool) -> "Transformer":
+        """A copy of the modules that shares the weights, and runs blocks as training asks."""
+        copied = self.sharing_weights()
+        copied.checkpointing = checkpointing
+        copied.compiled = compiled
+        return copied
 
     @property
     def device(self) -> torch.device:
