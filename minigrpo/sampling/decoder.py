@@ -44,11 +44,14 @@ class Decoder:
 
     def __init__(self, model: Transformer, room: Room, *, few_sizes: bool = False) -> None:
         """With `few_sizes`, slots and prompts are padded, by some that nobody reads."""
-        self.model, self.room, self.few_sizes = model, room, few_sizes
+        self.model = model
+        self.room = room
+        self.few_sizes = few_sizes
         self.pad_to = next_size if few_sizes else int
         self.heads = model.shape.kv_heads  # K
         self.head = model.head_weight.to(autocast_dtype(model.head_weight))  # cast once
-        self.prompts, self.slots = self.pad_to(room.prompts), self.pad_to(room.slots)
+        self.prompts = self.pad_to(room.prompts)
+        self.slots = self.pad_to(room.slots)
         # keys and values, made when their type is known
         self.prompt_kv = torch.empty(0)  # [L, 2, P, K, Lp, E]
         self.own_kv = torch.empty(0)  # of the slots' own tokens, [L, 2, B, K, columns, E]
@@ -68,7 +71,8 @@ class Decoder:
         Attention to prompts takes the slots as a grid with one row per prompt. Slots of the prompts
         [0, 1, 0] have the grid [[0, 2], [1, 0]], filled up with slot 0, and places [0, 2, 1] in it.
         """
-        self.prompt_len, self.prompt_of_slot = prompt_len, prompt_of_slot
+        self.prompt_len = prompt_len
+        self.prompt_of_slot = prompt_of_slot
         counts = np.bincount(prompt_of_slot, minlength=len(prompt_len))
         num_slots = self.pad_to(len(prompt_of_slot))
         num_prompts = self.pad_to(len(prompt_len))
@@ -122,7 +126,8 @@ class Decoder:
             self.prompt_kv = k.new_empty(*pair, self.prompts, heads, self.room.prompt_len, size)
             self.own_kv = k.new_empty(*pair, self.slots, heads, self.room.columns, size)
         q, k, v = (rows_of(x, rows) for x in (q, k, v))  # [P', H or K, Lp, E]
-        first, width = len(self.prompt_len), k.shape[2]
+        first = len(self.prompt_len)
+        width = k.shape[2]
         stored = self.prompt_kv[layer, :, first : first + len(k)]
         stored[..., :width, :] = torch.stack([k, v])
         stored[..., width:, :] = 0  # attention gives it no weight, but 0 times a NaN is NaN
@@ -140,7 +145,8 @@ class Decoder:
             num_columns: how many columns the slots use after this step, at most.
             last: `[B]`, which token of each slot needs logits; the others get none: `[B, 1, V]`.
         """
-        width, device = tokens.shape[1], tokens.device
+        width = tokens.shape[1]
+        device = tokens.device
         columns = columns[:, None] + torch.arange(width, device=device)  # [B, W]
         positions = self.starts[:, None] + columns
         of_prompt = torch.arange(self.prompt_width, device=device)
@@ -161,7 +167,7 @@ class Decoder:
         return logits_of(hidden, self.head)
 
     def use_columns(self, num_columns: int) -> int:
-        """Make this many columns of the slots usable; how many are, a few more."""
+        """Grow the usable columns to at least `num_columns`, by blocks; return their number."""
         if num_columns > self.columns:
             before = self.columns
             self.columns = min(-(-num_columns // BLOCK) * BLOCK, self.room.columns)
@@ -173,7 +179,8 @@ class Decoder:
     ) -> Tensor:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
         masked = masks[self.windows[layer]]
-        (num_slots, width), heads = columns.shape, self.heads
+        num_slots, width = columns.shape
+        heads = self.heads
         prompt = self.prompt_kv[layer, :, : self.grid_shape[0], :, : self.prompt_width]
         slots = torch.arange(num_slots, device=q.device)[:, None]
         new = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
@@ -208,17 +215,34 @@ class Decoder:
         if len(sources) == len(self.prompt_of_slot) and not len(moved):
             return
         move(self.own_kv[..., : self.columns, :], moved, sources[moved])
-        # prompts without slots leave, and the last ones take their places
+        # prompts without slots leave
         prompts = self.prompt_of_slot[sources]
-        alive = np.unique(prompts)
-        new = np.arange(len(self.prompt_len))
-        holes = np.setdiff1d(new[: len(alive)], alive)
-        last = alive[alive >= len(alive)]
-        move(self.prompt_kv, holes, last)
-        new[last] = holes
-        prompt_len = np.zeros(len(alive), dtype=np.int64)
-        prompt_len[new[alive]] = self.prompt_len[alive]
-        self._arrange(prompt_len, new[prompts])
+        used = np.unique(prompts)
+        moves = compact(used, len(self.prompt_len))
+        move(self.prompt_kv, moves.to, moves.source)
+        prompt_len = np.zeros(len(used), dtype=np.int64)
+        prompt_len[moves.place_of[used]] = self.prompt_len[used]
+        self._arrange(prompt_len, moves.place_of[prompts])
+
+
+class Moves(NamedTuple):
+    """How rows of a table move, so that those in use come first."""
+
+    to: np.ndarray  # [n] rows that are overwritten
+    source: np.ndarray  # [n] the rows that go there
+    place_of: np.ndarray  # [rows] the new place of each row that is in use
+
+
+def compact(used: np.ndarray, num_rows: int) -> Moves:
+    """Have the last rows in use fill the gaps before them; few rows move.
+
+    Of four rows, [0, 2, 3] are in use. Row 3 moves to the gap at 1, and `place_of` is [0, 1, 2, 1].
+    """
+    gaps = np.setdiff1d(np.arange(len(used)), used)
+    last = used[used >= len(used)]
+    place_of = np.arange(num_rows)
+    place_of[last] = gaps
+    return Moves(gaps, last, place_of)
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:
