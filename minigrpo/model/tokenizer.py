@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from ..errors import refusing
 from .chat import Chat
@@ -117,14 +118,8 @@ def load_tokenizer(
         if not ends:
             raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
 
-        # 2. Special tokens: also named ones, and added ones that end a text. An entry of
-        # tokenizer.json does not always say that its token is special.
-        added = engine.get_added_tokens_decoder()
-        control = {*named.values(), *(added[number].content for number in ends if number in added)}
-        known = [text for text in control if engine.token_to_id(text) is not None]
-        engine.add_special_tokens(known)
-        added = engine.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
+        # 2. Special tokens, also named ones.
+        special = _special_tokens(engine, settings, {*named.values()}, ends)
         # what tokenizer.json puts before every text
         alone = engine.encode("a", add_special_tokens=False).ids
         whole = engine.encode("a").ids
@@ -155,3 +150,28 @@ def _read_engine(folder: Path) -> tokenizers.Tokenizer:
         # a model could sample an id without a token, and would learn from what nobody sees
         raise ValueError(f"{folder}: some ids below the largest have no token")
     return engine
+
+
+def _special_tokens(
+    engine: tokenizers.Tokenizer, settings: Mapping[str, Any], named: set[str], ends: Sequence[int]
+) -> dict[str, int]:
+    """The special tokens, which the engine knows after this: also named ones, and ends of a text.
+
+    An entry of tokenizer.json does not always say that its token is special. Entries of
+    tokenizer_config.json count above it, as in transformers.
+    """
+    stated = settings.get("added_tokens_decoder", {})
+    known = [x for number, x in stated.items() if engine.token_to_id(x["content"]) == int(number)]
+    engine.add_tokens([AddedToken(**entry) for entry in known])
+    added = engine.get_added_tokens_decoder()
+    control = named | {added[number].content for number in ends if number in added}
+    marked: list[AddedToken] = []
+    for text in control:
+        number = engine.token_to_id(text)
+        if number is not None:
+            token = added.get(number, AddedToken(text, normalized=False))
+            token.special = True  # its other flags stay: Phi's swallow white space beside them
+            marked.append(token)
+    engine.add_special_tokens(marked)
+    added = engine.get_added_tokens_decoder()
+    return {token.content: number for number, token in added.items() if token.special}
