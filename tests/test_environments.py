@@ -17,6 +17,7 @@ import torch
 import minigrpo
 from minigrpo.evaluate import grade
 from minigrpo.model.chat import Chat
+from minigrpo.model.encoding import encode_prompt
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
@@ -33,6 +34,7 @@ from minigrpo.types import Completions, ConfigError, Dialogue, Example
 from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
+from .test_tokenizer import SWALLOWS
 from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
@@ -240,6 +242,51 @@ def test_a_template_whose_own_call_is_not_read_is_refused(
         Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Shop), tokenizer, print)
 
 
+def replies(dialogues: Dialogues, *turns: list[int]) -> list[list[int]]:
+    """The tokens of the answers to the first turns of a batch."""
+    for sequence, ids in enumerate(turns):
+        dialogues.submit(sequence, ids)
+    found = dict[int, Sequence[int]]()
+    while len(found) < len(turns):
+        found |= dialogues.replies(wait=True)
+    dialogues.pool.close()
+    return [list(found[sequence]) for sequence in range(len(turns))]
+
+
+@pytest.mark.parametrize("peer", [False, pytest.param(True, marks=pytest.mark.peer)])
+@pytest.mark.parametrize("flags", SWALLOWS)
+def test_the_tokens_of_a_dialogue_are_those_of_its_whole_text(
+    tmp_path: Path, flags: dict[str, bool], peer: bool
+) -> None:
+    """The first turn ends by its own token, by another one that ends texts, and by a stop text."""
+    folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), **flags)
+    tokenizer = load_tokenizer(str(folder))
+    dialogues = Dialogues(
+        minigrpo.Config.of(max_new_tokens=99), EnvironmentSet.of(Game), tokenizer, print
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    example = Example("", messages=messages[:1])
+    dialogues.begin([example], 3)
+    ended, other, stopped = (
+        [*tokenizer.encode("x"), *end] for end in ([tokenizer.turn_end], [tokenizer.eot], [])
+    )
+    to_ended, to_other, to_stopped = replies(dialogues, ended, other, stopped)
+    whole = [*messages, {"role": "user", "content": "Go on."}]
+    if peer:
+        from transformers import PreTrainedTokenizerFast
+
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        written = theirs.apply_chat_template(whole, add_generation_prompt=True)
+        expected = written["input_ids"]
+    else:
+        assert tokenizer.chat
+        expected = tokenizer.encode(tokenizer.chat.render(whole), special=True)
+    prompt = encode_prompt(tokenizer, example)
+    assert prompt + ended + to_ended == expected
+    assert prompt + stopped + to_stopped == expected
+    assert to_other == to_ended  # what was sampled has closed the turn
+
+
 def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
     tiny.tiny_tokenizer_folder(tmp_path, template=tiny.QWEN_TEMPLATE + "{{ mood }}")
     tokenizer = load_tokenizer(str(tmp_path), chat_args={"mood": "glad"})
@@ -247,14 +294,8 @@ def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
     own = {"chat_template_kwargs": {"mood": "sad"}}
     dialogues.begin([Example("a"), Example("b", fields=own)], 1)
     said = tokenizer.encode("x")
-    for sequence in (0, 1):
-        dialogues.submit(sequence, said)
-    texts = dict[int, str]()
-    while len(texts) < 2:
-        replies = dialogues.replies(wait=True)
-        texts |= {sequence: tokenizer.text_of(ids) for sequence, ids in replies.items()}
-    assert [texts[n].rpartition("\n")[2] for n in (0, 1)] == ["glad", "sad"]
-    dialogues.pool.close()
+    texts = map(tokenizer.text_of, replies(dialogues, said, said))
+    assert [text.rpartition("\n")[2] for text in texts] == ["glad", "sad"]
 
 
 def test_what_an_environment_says_stands_before_the_beginning_of_an_answer() -> None:

@@ -35,6 +35,7 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)  # what the policy said
     num_tokens: int = 0  # of the completion before the turn in work
+    is_closed: bool = True  # whether the last turn ended with a stop token, not by a text of --stop
     reward: float = 0.0  # of a game so far
     over: bool = False  # the game has ended
     cut: bool = False  # ended by a limit
@@ -163,6 +164,7 @@ class Dialogues:
         episode.messages.append({"role": "assistant", "content": text})
         episode.turns.append(text)
         episode.num_tokens = len(ids)
+        episode.is_closed = ids[-1] in self.tokenizer.stops
         return text
 
     def _go_on(
@@ -176,7 +178,7 @@ class Dialogues:
                 raise error
             if messages and not episode.over:
                 args = template_args(episode.example)
-                ids = self.encode(json.dumps(messages), json.dumps(args))
+                ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.error = f"{place_of(failure)}{failure!r:.200}"
             if not self.has_warned:
@@ -192,14 +194,21 @@ class Dialogues:
         episode.num_tokens += len(ids)
         return ids
 
-    def _encode(self, messages: str, args: str = "{}") -> list[int]:
-        """The tokens of answers, up to where the next turn begins; `args`: see `template_args`."""
+    def _encode(self, messages: str, args: str = "{}", is_closed: bool = True) -> list[int]:
+        """The tokens of answers, up to where the next turn begins; `args`: see `template_args`.
+
+        A turn that is not closed gets the end that the template writes.
+        """
         answers = json.loads(messages)
-        if self.tokenizer.chat:
-            text = self.tokenizer.chat.between(answers, json.loads(args))
+        chat = self.tokenizer.chat
+        if not chat:
+            # a dialogue goes on after at least one token
+            return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
+        text = chat.between(answers, json.loads(args), after_end=is_closed)
+        if not (is_closed and chat.turn_end):
             return self.tokenizer.encode(text, special=True)
-        # a dialogue goes on after at least one token
-        return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
+        # the end of a turn may swallow white space after it (Phi's does), so both are encoded
+        return self.tokenizer.encode(chat.turn_end + text, special=True)[1:]
 
 
 def check_calls(tokenizer: Tokenizer) -> None:
