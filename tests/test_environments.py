@@ -28,7 +28,7 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.turns.dialogues import Dialogues, Episode
 from minigrpo.turns.environments import EnvironmentSet, TurnTask
-from minigrpo.turns.tools import Tool, calls_of
+from minigrpo.turns.tools import FORMS, Tool, calls_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
 from . import tiny
@@ -39,6 +39,7 @@ from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
 STOPS = (EOS, 4, 7)  # so that turns end often
+QWEN, MISTRAL, LLAMA = FORMS
 
 # --- tokens ---------------------------------------------------------------------------------------
 
@@ -210,6 +211,43 @@ def test_a_call_is_read_as_qwen_llama_and_mistral_write_it() -> None:
             assert [arguments for _, arguments in calls_of(text)] == [{}]
 
 
+HIDDEN = ("</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
+
+
+@pytest.mark.parametrize("note", HIDDEN)
+@pytest.mark.parametrize("thought", ["", "<think>{call}</think>", "{call} or not</think>\n"])
+def test_nothing_in_a_call_ends_it_or_is_a_thought(note: str, thought: str) -> None:
+    """The second thought was begun by the prompt, and both have a draft of a call."""
+    entry = {"name": "pay", "arguments": {"note": note}}
+    as_llama = {"name": "pay", "parameters": {"note": note}}
+    qwen = f"<tool_call>\n{json.dumps(entry)}\n</tool_call>"
+    mistral = f"[TOOL_CALLS] {json.dumps([entry])}"
+    expected = ("pay", {"note": note})
+    draft = thought.format(call=qwen)
+    assert calls_of(f"{draft}{qwen}{qwen}", QWEN) == [expected] * 2
+    assert calls_of(f"{draft}{qwen}") == [expected]
+    assert calls_of(f"{draft}{json.dumps(as_llama)}", LLAMA) == [expected]
+    if "{call} or" not in thought:  # Mistral's last call is whatever follows
+        assert calls_of(f"{draft}{mistral}", MISTRAL) == [expected]
+
+
+def test_calls_between_thoughts_count() -> None:
+    first, second = call("pay", amount=1), call("pay", amount=2)
+    found = calls_of(f"<think>a</think>{first}<think>{first} </think>{second}<think>{first}")
+    assert [arguments["amount"] for _, arguments in found] == [1, 2]
+
+
+def test_an_answer_in_json_is_a_call_only_in_the_form_of_the_template() -> None:
+    for answer in ({"name": "Bob", "age": 3}, {"all": [{"name": "Bob"}], "parameters": 3}):
+        for form in (None, QWEN, MISTRAL, LLAMA):
+            assert calls_of(json.dumps(answer), form) == []
+    as_llama = json.dumps({"name": "pay", "parameters": {"amount": 3}})
+    assert calls_of(as_llama, LLAMA) and not calls_of(as_llama, QWEN)
+    assert calls_of(call("pay"), QWEN) and not calls_of(call("pay"), MISTRAL)
+    broken = as_llama[:-1] + ",}"
+    assert calls_of(broken, LLAMA) == [(broken, {})]  # the model reads that there is no such tool
+
+
 MISTRAL_CALLS = (tiny.TEMPLATES / "mistral-tools.jinja").read_text()
 XML_CALLS = tiny.QWEN_TEMPLATE.replace("call.function | tojson", "'<f=' + call.function.name + '>'")
 # family of the tokenizer, template or the name of a published one, whether its calls are read
@@ -251,6 +289,19 @@ def replies(dialogues: Dialogues, *turns: list[int]) -> list[list[int]]:
         found |= dialogues.replies(wait=True)
     dialogues.pool.close()
     return [list(found[sequence]) for sequence in range(len(turns))]
+
+
+def test_a_dialogue_goes_on_after_a_call_in_the_form_of_its_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny.tiny_tokenizer_folder(tmp_path)))
+    world = EnvironmentSet.of(None, [weather])
+    config = minigrpo.Config.of(max_new_tokens=400)
+    dialogues = Dialogues(config, world, tokenizer, print)
+    as_llama = json.dumps({"name": "weather", "parameters": {"city": "Bonn"}})
+    turns = [call("weather", city="</think>"), as_llama, '{"name": "Bob"}', call("none")]
+    dialogues.begin([Example("a")], len(turns))
+    said = [[*tokenizer.encode(turn), tokenizer.turn_end] for turn in turns]
+    assert [bool(ids) for ids in replies(dialogues, *said)] == [True, False, False, True]
+    assert dialogues.episodes[0].messages[-1]["content"] == "sun in </think>"
 
 
 @pytest.mark.parametrize("peer", [False, pytest.param(True, marks=pytest.mark.peer)])
