@@ -31,7 +31,11 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE)
+FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE),
+    # what converters to other formats read; it stays true, because no run changes a vocabulary
+    *("tokenizer.model", "added_tokens.json", "special_tokens_map.json"),
+)
 ASSETS = resources.files("minigrpo.assets")
 SHIPPED = {name: str(ASSETS / name) for name in ("chess", "dialogue", GPT2)}  # the folders
 
@@ -81,8 +85,11 @@ class Tokenizer:
             shutil.copyfile(file, folder / file.name)
         if not (self.source / TOKENIZER).is_file():  # GPT-2's
             self.engine.save(str(folder / TOKENIZER), pretty=False)
-        if self.chat:
+        if self.chat:  # some readers prefer one place, some the other
             (folder / CHAT_TEMPLATE).write_text(self.chat.source, "utf-8")
+            config = folder / TOKENIZER_CONFIG
+            with_template = {**read_json(config), "chat_template": self.chat.source}
+            config.write_text(json.dumps(with_template, indent=1))
         generation = folder / GENERATION_CONFIG  # says where `generate` has to stop
         ends = [self.eot, *sorted(self.stops - {self.eot})]
         settings = {"pad_token_id": self.eot, **read_json(generation), "eos_token_id": ends}
