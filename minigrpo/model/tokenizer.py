@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ..errors import refusing
-from .chat import Chat
+from .chat import Chat, try_out
 from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
 from .hf import CONFIG, hub_folder, read_json
 
@@ -141,8 +141,11 @@ def load_tokenizer(
             template = template_file.read_text(encoding="utf-8-sig")  # some editors write a mark
         if (system or chat_args) and not template:
             raise ValueError("--system and --chat-args need a chat template: --chat-template")
-        where = f"the chat template of {chat_template or name}"
-        chat = Chat(template, where, named, [*special], system, chat_args) if template else None
+        chat = None
+        if template:
+            where = f"the chat template of {chat_template or name}"
+            try_out(template, where, named, chat_args)
+            chat = Chat(template, where, named, [*special], system, chat_args)
         turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     stops = frozenset({*ends, turn_end})
     return Tokenizer(name, folder, engine, special, prefix, ends[0], turn_end, stops, chat)
