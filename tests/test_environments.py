@@ -17,6 +17,7 @@ import torch
 import minigrpo
 from minigrpo.evaluate import grade
 from minigrpo.model.chat import Chat
+from minigrpo.model.encoding import encode_prompt
 from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
@@ -27,16 +28,18 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.turns.dialogues import Dialogues, Episode
 from minigrpo.turns.environments import EnvironmentSet, TurnTask
-from minigrpo.turns.tools import Tool, calls_of
+from minigrpo.turns.tools import FORMS, Tool, calls_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
 from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
+from .test_tokenizer import SWALLOWS
 from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
 STOPS = (EOS, 4, 7)  # so that turns end often
+QWEN, MISTRAL, LLAMA = FORMS
 
 # --- tokens ---------------------------------------------------------------------------------------
 
@@ -208,6 +211,43 @@ def test_a_call_is_read_as_qwen_llama_and_mistral_write_it() -> None:
             assert [arguments for _, arguments in calls_of(text)] == [{}]
 
 
+HIDDEN = ("</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
+
+
+@pytest.mark.parametrize("note", HIDDEN)
+@pytest.mark.parametrize("thought", ["", "<think>{call}</think>", "{call} or not</think>\n"])
+def test_nothing_in_a_call_ends_it_or_is_a_thought(note: str, thought: str) -> None:
+    """The second thought was begun by the prompt, and both have a draft of a call."""
+    entry = {"name": "pay", "arguments": {"note": note}}
+    as_llama = {"name": "pay", "parameters": {"note": note}}
+    qwen = f"<tool_call>\n{json.dumps(entry)}\n</tool_call>"
+    mistral = f"[TOOL_CALLS] {json.dumps([entry])}"
+    expected = ("pay", {"note": note})
+    draft = thought.format(call=qwen)
+    assert calls_of(f"{draft}{qwen}{qwen}", QWEN) == [expected] * 2
+    assert calls_of(f"{draft}{qwen}") == [expected]
+    assert calls_of(f"{draft}{json.dumps(as_llama)}", LLAMA) == [expected]
+    if "{call} or" not in thought:  # Mistral's last call is whatever follows
+        assert calls_of(f"{draft}{mistral}", MISTRAL) == [expected]
+
+
+def test_calls_between_thoughts_count() -> None:
+    first, second = call("pay", amount=1), call("pay", amount=2)
+    found = calls_of(f"<think>a</think>{first}<think>{first} </think>{second}<think>{first}")
+    assert [arguments["amount"] for _, arguments in found] == [1, 2]
+
+
+def test_an_answer_in_json_is_a_call_only_in_the_form_of_the_template() -> None:
+    for answer in ({"name": "Bob", "age": 3}, {"all": [{"name": "Bob"}], "parameters": 3}):
+        for form in (None, QWEN, MISTRAL, LLAMA):
+            assert calls_of(json.dumps(answer), form) == []
+    as_llama = json.dumps({"name": "pay", "parameters": {"amount": 3}})
+    assert calls_of(as_llama, LLAMA) and not calls_of(as_llama, QWEN)
+    assert calls_of(call("pay"), QWEN) and not calls_of(call("pay"), MISTRAL)
+    broken = as_llama[:-1] + ",}"
+    assert calls_of(broken, LLAMA) == [(broken, {})]  # the model reads that there is no such tool
+
+
 MISTRAL_CALLS = (tiny.TEMPLATES / "mistral-tools.jinja").read_text()
 XML_CALLS = tiny.QWEN_TEMPLATE.replace("call.function | tojson", "'<f=' + call.function.name + '>'")
 # family of the tokenizer, template or the name of a published one, whether its calls are read
@@ -240,6 +280,64 @@ def test_a_template_whose_own_call_is_not_read_is_refused(
         Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Shop), tokenizer, print)
 
 
+def replies(dialogues: Dialogues, *turns: list[int]) -> list[list[int]]:
+    """The tokens of the answers to the first turns of a batch."""
+    for sequence, ids in enumerate(turns):
+        dialogues.submit(sequence, ids)
+    found = dict[int, Sequence[int]]()
+    while len(found) < len(turns):
+        found |= dialogues.replies(wait=True)
+    dialogues.pool.close()
+    return [list(found[sequence]) for sequence in range(len(turns))]
+
+
+def test_a_dialogue_goes_on_after_a_call_in_the_form_of_its_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(tiny.tiny_tokenizer_folder(tmp_path)))
+    world = EnvironmentSet.of(None, [weather])
+    config = minigrpo.Config.of(max_new_tokens=400)
+    dialogues = Dialogues(config, world, tokenizer, print)
+    as_llama = json.dumps({"name": "weather", "parameters": {"city": "Bonn"}})
+    turns = [call("weather", city="</think>"), as_llama, '{"name": "Bob"}', call("none")]
+    dialogues.begin([Example("a")], len(turns))
+    said = [[*tokenizer.encode(turn), tokenizer.turn_end] for turn in turns]
+    assert [bool(ids) for ids in replies(dialogues, *said)] == [True, False, False, True]
+    assert dialogues.episodes[0].messages[-1]["content"] == "sun in </think>"
+
+
+@pytest.mark.parametrize("peer", [False, pytest.param(True, marks=pytest.mark.peer)])
+@pytest.mark.parametrize("flags", SWALLOWS)
+def test_the_tokens_of_a_dialogue_are_those_of_its_whole_text(
+    tmp_path: Path, flags: dict[str, bool], peer: bool
+) -> None:
+    """The first turn ends by its own token, by another one that ends texts, and by a stop text."""
+    folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), **flags)
+    tokenizer = load_tokenizer(str(folder))
+    dialogues = Dialogues(
+        minigrpo.Config.of(max_new_tokens=99), EnvironmentSet.of(Game), tokenizer, print
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    example = Example("", messages=messages[:1])
+    dialogues.begin([example], 3)
+    ended, other, stopped = (
+        [*tokenizer.encode("x"), *end] for end in ([tokenizer.turn_end], [tokenizer.eot], [])
+    )
+    to_ended, to_other, to_stopped = replies(dialogues, ended, other, stopped)
+    whole = [*messages, {"role": "user", "content": "Go on."}]
+    if peer:
+        from transformers import PreTrainedTokenizerFast
+
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        written = theirs.apply_chat_template(whole, add_generation_prompt=True)
+        expected = written["input_ids"]
+    else:
+        assert tokenizer.chat
+        expected = tokenizer.encode(tokenizer.chat.render(whole), special=True)
+    prompt = encode_prompt(tokenizer, example)
+    assert prompt + ended + to_ended == expected
+    assert prompt + stopped + to_stopped == expected
+    assert to_other == to_ended  # what was sampled has closed the turn
+
+
 def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
     tiny.tiny_tokenizer_folder(tmp_path, template=tiny.QWEN_TEMPLATE + "{{ mood }}")
     tokenizer = load_tokenizer(str(tmp_path), chat_args={"mood": "glad"})
@@ -247,14 +345,8 @@ def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
     own = {"chat_template_kwargs": {"mood": "sad"}}
     dialogues.begin([Example("a"), Example("b", fields=own)], 1)
     said = tokenizer.encode("x")
-    for sequence in (0, 1):
-        dialogues.submit(sequence, said)
-    texts = dict[int, str]()
-    while len(texts) < 2:
-        replies = dialogues.replies(wait=True)
-        texts |= {sequence: tokenizer.text_of(ids) for sequence, ids in replies.items()}
-    assert [texts[n].rpartition("\n")[2] for n in (0, 1)] == ["glad", "sad"]
-    dialogues.pool.close()
+    texts = map(tokenizer.text_of, replies(dialogues, said, said))
+    assert [text.rpartition("\n")[2] for text in texts] == ["glad", "sad"]
 
 
 def test_what_an_environment_says_stands_before_the_beginning_of_an_answer() -> None:

@@ -442,6 +442,7 @@ def test_weights_are_of_the_settings_commit(asked: list[dict[str, Any]], tmp_pat
     folder = hub_folder("org/model@v1.0")
     Transformer.from_pretrained(folder)
     assert [call["revision"] for call in asked] == ["v1.0", folder.name]
+    assert "tokenizer.model" in asked[0]["allow_patterns"]  # an export keeps it
     asked.clear()
     hub_folder("org/model", weights=False)
     assert [call["revision"] for call in asked] == [None]

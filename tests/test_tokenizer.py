@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,6 +140,39 @@ def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Pa
     assert set(tokenizer.special) == {END, TEXT_END}
     assert tokenizer.encode(START) == [plain.special[START]]
     assert plain.special[END] not in tokenizer.encode(END)
+
+
+SWALLOWS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}]
+SPACED = f"a \n{START} b \n{END} \nc {TEXT_END} \n"
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("flags", SWALLOWS)
+def test_special_tokens_swallow_white_space(
+    tmp_path: Path, flags: dict[str, bool], in_config: bool
+) -> None:
+    """Also those that the settings name; tokenizer_config.json counts above tokenizer.json."""
+    folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "a"), in_config, **flags)
+    found = load_tokenizer(str(folder)).encode(SPACED, special=True)
+    plain = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "b"), **flags)
+    engine = tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json"))
+    assert found == engine.encode(SPACED, add_special_tokens=False).ids
+    text = engine.decode(found, skip_special_tokens=False)
+    assert len(SPACED) - len(text) == 5 * sum(flags.values())
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("in_config", [False, True])
+@pytest.mark.parametrize("flags", SWALLOWS)
+def test_they_swallow_what_they_do_in_transformers(
+    tmp_path: Path, flags: dict[str, bool], in_config: bool
+) -> None:
+    import transformers
+
+    tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), in_config, **flags)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.encode(SPACED, special=True) == theirs.encode(SPACED, add_special_tokens=False)
 
 
 def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:

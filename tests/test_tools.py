@@ -187,6 +187,21 @@ def test_an_export_has_its_tokenizer_and_all_tokens_that_end_a_text(tmp_path: Pa
     assert {*generation["eos_token_id"]} == own.stops
 
 
+def test_an_export_has_one_template_and_the_files_of_converters(tmp_path: Path) -> None:
+    model, out, own = tmp_path / "chat", tmp_path / "out", tmp_path / "own.jinja"
+    tiny.tiny_chat_model(model)
+    own.write_text("{% for m in messages %}own: {{ m.content }}<|im_end|>{% endfor %}")
+    (model / "tokenizer.model").write_bytes(b"\x00pieces")
+    (model / "added_tokens.json").write_text('{"<think>": 399}')
+    assert call("export", model, "--chat-template", own, "--out", out) == 0
+    config = json.loads((out / "tokenizer_config.json").read_text())
+    before = json.loads((model / "tokenizer_config.json").read_text())
+    assert config == {**before, "chat_template": own.read_text()}
+    assert (out / "chat_template.jinja").read_text() == own.read_text()
+    for name in ("tokenizer.model", "added_tokens.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+
+
 @pytest.mark.parametrize("name", ["tiny-run", "mine"])
 def test_an_export_overwrites_nothing(tiny_run: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine").write_text("mine")
@@ -222,10 +237,12 @@ def test_an_export_has_merged_adapters_and_their_questions(adapted: Path, tmp_pa
 @pytest.mark.peer
 def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run, out = adapted / "run", tmp_path / "out"
-    assert call("export", run, "--out", out) == 0
+    run, out, own = adapted / "run", tmp_path / "out", tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}own: {{ m.content }}{% endfor %}")
+    assert call("export", run, "--chat-template", own, "--out", out) == 0
+    assert AutoTokenizer.from_pretrained(out).chat_template == own.read_text()
     expected = loaded(run).logits(IDS)
     base = AutoModelForCausalLM.from_pretrained(adapted / "model")
     for peer in (AutoModelForCausalLM.from_pretrained(out), PeftModel.from_pretrained(base, run)):

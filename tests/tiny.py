@@ -90,6 +90,23 @@ def tiny_tokenizer_folder(
     return folder
 
 
+def change_flags(folder: Path, in_config: bool = False, **flags: bool) -> Path:
+    """Give a tokenizer's special tokens other flags, by one of the two files that have them."""
+    place = folder / "tokenizer.json"
+    tokenizer = json.loads(place.read_text("utf-8"))
+    special = [entry for entry in tokenizer["added_tokens"] if entry["special"]]
+    if in_config:
+        place = folder / "tokenizer_config.json"
+        changed = {entry.pop("id"): {**entry, **flags} for entry in special}
+        config = json.loads(place.read_text("utf-8"))
+        place.write_text(json.dumps({**config, "added_tokens_decoder": changed}), "utf-8")
+    else:
+        for entry in special:
+            entry.update(flags)
+        place.write_text(json.dumps(tokenizer), "utf-8")
+    return folder
+
+
 @cache
 def trained(family: str) -> str:
     """The contents of a tokenizer.json."""

@@ -6,10 +6,14 @@ a turn ends. A message that spells such a token is refused: it could end its own
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jinja2
@@ -27,6 +31,12 @@ INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 OWN = {"messages", "tools", "add_generation_prompt"}  # variables that no setting changes
 PROBE = "qxzj"  # a word that is looked for in what a template writes
 TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
+PROBES: Sequence[tuple[Sequence[Message], Sequence[Tool]]] = (  # dialogues with their tools
+    (TURN, ()),
+    ([{"role": "system", "content": "B"}, *TURN, {"role": "user", "content": "C"}], ()),
+    (TURN[:1], [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+)
+MOST_CPU_S, MOST_BYTES = 3, 1 << 30  # what a template may need for them
 # {% generation %} ... {% endgeneration %} marks what an assistant wrote; it changes no text
 PLAIN_BLOCKS = {"generation": "if true", "endgeneration": "endif"}
 
@@ -103,16 +113,19 @@ class Chat:
             raise ConfigError(f"{self.name}: leaves out the beginning of the answer")
         return text if rest.startswith(" ") else text.rstrip()  # it trims contents
 
-    def between(self, answers: Sequence[Message], args: Mapping[str, Any] = {}) -> str:
+    def between(
+        self, answers: Sequence[Message], args: Mapping[str, Any] = {}, *, after_end: bool = True
+    ) -> str:
         """What the template writes from the end of an assistant's turn to its next one.
 
         `answers`: of a user, or of tools. The dialogue before them is always the same: earlier
         turns stay as they were sampled, also where the template would change them (Qwen3's does).
+        `after_end`: without the token that ends the turn, which was sampled.
         """
         dialogue = [*TURN, *answers]
         self._check(dialogue, args)
-        text = self.render(dialogue, args=args)
-        return text.partition(PROBE)[2].lstrip().removeprefix(self.turn_end)
+        text = self.render(dialogue, args=args).partition(PROBE)[2]
+        return text.lstrip().removeprefix(self.turn_end) if after_end else text
 
     def _check(self, messages: Sequence[Message], args: Any) -> None:
         """Raise ConfigError for special tokens in messages, and for messages that are left out."""
@@ -138,6 +151,45 @@ class Chat:
         text = self.render(TURN, add_generation_prompt=False)
         rest = text.partition(PROBE)[2].lstrip()
         return max(filter(rest.startswith, self.special), key=len, default="")
+
+
+def try_out(source: str, name: str, tokens: Mapping[str, str], args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a template that does not end, or grows without end.
+
+    A template is a program, and nothing can stop it in the process that renders it. So another
+    process tries it out before this one compiles it. The arguments are those of `Chat`.
+    """
+    if not _is_bounded(json.dumps([source, {**tokens}, {**args}], default=str)):
+        limits = f"{MOST_CPU_S} s or {MOST_BYTES >> 20} MiB"
+        raise ConfigError(f"{name}: needs more than {limits} for a short dialogue; correct it")
+
+
+@cache
+def _is_bounded(inputs: str) -> bool:
+    """Whether `render_probes` of these inputs keeps its limits, in a process of its own."""
+    find = f"import sys; sys.path[:] = {sys.path}"
+    program = f"{find}; from {__name__} import render_probes; render_probes({MOST_CPU_S})"
+    return not subprocess.run([sys.executable, "-c", program], input=inputs, text=True).returncode
+
+
+def render_probes(most_cpu_s: int) -> None:
+    """Render short dialogues with the template that comes by standard input, within limits.
+
+    A signal ends this process after too much time, and an exit code says that memory ran out. Any
+    other error is left to the process that needs the template.
+    """
+    source, tokens, args = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
+    with suppress(ValueError):  # macOS refuses this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    for messages, tools in PROBES:
+        try:
+            Chat(source, tokens=tokens, args=args).render(
+                messages, tools, add_generation_prompt=messages[-1]["role"] == "user"
+            )
+        except ConfigError as error:
+            if isinstance(error.__context__, MemoryError):
+                sys.exit(1)
 
 
 def extended(messages: Sequence[Message], text: str) -> list[Message]:

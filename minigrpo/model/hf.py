@@ -209,7 +209,8 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
         from huggingface_hub import snapshot_download
 
         fetch = partial(snapshot_download, on_hub[1], ignore_patterns="*/*")
-        folder = Path(fetch(revision=on_hub[2], allow_patterns=["*.json", "*.jinja"]))
+        settings = ["*.json", "*.jinja", "tokenizer.model"]
+        folder = Path(fetch(revision=on_hub[2], allow_patterns=settings))
     if weights and base_of(folder):
         fetch(revision=folder.name, allow_patterns=ADAPTER_FILE)
     elif weights:

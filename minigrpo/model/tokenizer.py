@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from ..errors import refusing
-from .chat import Chat
+from .chat import Chat, try_out
 from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
 from .hf import CONFIG, hub_folder, read_json
 
@@ -30,7 +31,11 @@ TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE)
+FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE),
+    # what converters to other formats read; it stays true, because no run changes a vocabulary
+    *("tokenizer.model", "added_tokens.json", "special_tokens_map.json"),
+)
 ASSETS = resources.files("minigrpo.assets")
 SHIPPED = {name: str(ASSETS / name) for name in ("chess", "dialogue", GPT2)}  # the folders
 
@@ -80,8 +85,11 @@ class Tokenizer:
             shutil.copyfile(file, folder / file.name)
         if not (self.source / TOKENIZER).is_file():  # GPT-2's
             self.engine.save(str(folder / TOKENIZER), pretty=False)
-        if self.chat:
+        if self.chat:  # some readers prefer one place, some the other
             (folder / CHAT_TEMPLATE).write_text(self.chat.source, "utf-8")
+            config = folder / TOKENIZER_CONFIG
+            with_template = {**read_json(config), "chat_template": self.chat.source}
+            config.write_text(json.dumps(with_template, indent=1))
         generation = folder / GENERATION_CONFIG  # says where `generate` has to stop
         ends = [self.eot, *sorted(self.stops - {self.eot})]
         settings = {"pad_token_id": self.eot, **read_json(generation), "eos_token_id": ends}
@@ -117,14 +125,8 @@ def load_tokenizer(
         if not ends:
             raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
 
-        # 2. Special tokens: also named ones, and added ones that end a text. An entry of
-        # tokenizer.json does not always say that its token is special.
-        added = engine.get_added_tokens_decoder()
-        control = {*named.values(), *(added[number].content for number in ends if number in added)}
-        known = [text for text in control if engine.token_to_id(text) is not None]
-        engine.add_special_tokens(known)
-        added = engine.get_added_tokens_decoder()
-        special = {token.content: number for number, token in added.items() if token.special}
+        # 2. Special tokens, also named ones.
+        special = _special_tokens(engine, settings, {*named.values()}, ends)
         # what tokenizer.json puts before every text
         alone = engine.encode("a", add_special_tokens=False).ids
         whole = engine.encode("a").ids
@@ -139,8 +141,11 @@ def load_tokenizer(
             template = template_file.read_text(encoding="utf-8-sig")  # some editors write a mark
         if (system or chat_args) and not template:
             raise ValueError("--system and --chat-args need a chat template: --chat-template")
-        where = f"the chat template of {chat_template or name}"
-        chat = Chat(template, where, named, [*special], system, chat_args) if template else None
+        chat = None
+        if template:
+            where = f"the chat template of {chat_template or name}"
+            try_out(template, where, named, chat_args)
+            chat = Chat(template, where, named, [*special], system, chat_args)
         turn_end = special.get(chat.turn_end, ends[0]) if chat else ends[0]
     stops = frozenset({*ends, turn_end})
     return Tokenizer(name, folder, engine, special, prefix, ends[0], turn_end, stops, chat)
@@ -155,3 +160,28 @@ def _read_engine(folder: Path) -> tokenizers.Tokenizer:
         # a model could sample an id without a token, and would learn from what nobody sees
         raise ValueError(f"{folder}: some ids below the largest have no token")
     return engine
+
+
+def _special_tokens(
+    engine: tokenizers.Tokenizer, settings: Mapping[str, Any], named: set[str], ends: Sequence[int]
+) -> dict[str, int]:
+    """The special tokens, which the engine knows after this: also named ones, and ends of a text.
+
+    An entry of tokenizer.json does not always say that its token is special. Entries of
+    tokenizer_config.json count above it, as in transformers.
+    """
+    stated = settings.get("added_tokens_decoder", {})
+    known = [x for number, x in stated.items() if engine.token_to_id(x["content"]) == int(number)]
+    engine.add_tokens([AddedToken(**entry) for entry in known])
+    added = engine.get_added_tokens_decoder()
+    control = named | {added[number].content for number in ends if number in added}
+    marked: list[AddedToken] = []
+    for text in control:
+        number = engine.token_to_id(text)
+        if number is not None:
+            token = added.get(number, AddedToken(text, normalized=False))
+            token.special = True  # its other flags stay: Phi's swallow white space beside them
+            marked.append(token)
+    engine.add_special_tokens(marked)
+    added = engine.get_added_tokens_decoder()
+    return {token.content: number for number, token in added.items() if token.special}

@@ -20,7 +20,7 @@ from ..runtime.watchdog import UNMARKED, Watchdog
 from ..types import Completions, ConfigError, Dialogue, Example, Warn
 from ..userfiles import place_of
 from .environments import EnvironmentSet, is_game, reset
-from .tools import CALL_ID, calls_of, result_of
+from .tools import CALL_ID, FORMS, CallForm, calls_of, result_of
 
 TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
 
@@ -35,6 +35,7 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)  # what the policy said
     num_tokens: int = 0  # of the completion before the turn in work
+    is_closed: bool = True  # whether the last turn ended with a stop token, not by a text of --stop
     reward: float = 0.0  # of a game so far
     over: bool = False  # the game has ended
     cut: bool = False  # ended by a limit
@@ -61,12 +62,12 @@ class Episode:
                 raise ValueError("reset must say the same to all completions of a prompt")
         return self.environment
 
-    def answer(self, text: str) -> list[Message]:
-        """What the environment answers to a turn; nothing, if the turn calls no tool."""
+    def answer(self, text: str, form: CallForm | None = None) -> list[Message]:
+        """What the environment answers to a turn; nothing, if it calls no tool in this form."""
         environment = self.begin()
         if not is_game(environment):
             tools = self.environments.tools_of(environment)
-            return [result_of(tools, name, arguments) for name, arguments in calls_of(text)]
+            return [result_of(tools, name, arguments) for name, arguments in calls_of(text, form)]
         observation, reward, done, *more = environment.step(text)
         self.reward += float(reward)
         # Gymnasium's five are observation, reward, terminated, truncated, info
@@ -108,6 +109,7 @@ class Dialogues:
         self.pool = Pool(0, self.watchdog)
         self.episodes: list[Episode] = []
         self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
+        self.call_form: CallForm | None = None
         tokenizer = self.tokenizer
         for kind in self.environments.classes.values():
             if not (is_game(kind) or tokenizer.chat):
@@ -115,7 +117,7 @@ class Dialogues:
             said = {"role": "user", "content": "A"} if is_game(kind) else result_of({}, "tool", {})
             self.encode(json.dumps([said]))
             if self.environments.tools_of(kind()):
-                check_calls(tokenizer)
+                self.call_form = call_form(tokenizer)
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -128,7 +130,7 @@ class Dialogues:
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
         """Have a turn answered. `ids`: all tokens of the completion so far, the turn included."""
         episode = self.episodes[sequence]
-        answer = partial(episode.answer, self._take_turn(episode, ids))
+        answer = partial(episode.answer, self._take_turn(episode, ids), self.call_form)
         episode.submit(self.pool, sequence, answer)
 
     def replies(self, *, wait: bool) -> Mapping[int, Sequence[int]]:
@@ -163,6 +165,7 @@ class Dialogues:
         episode.messages.append({"role": "assistant", "content": text})
         episode.turns.append(text)
         episode.num_tokens = len(ids)
+        episode.is_closed = ids[-1] in self.tokenizer.stops
         return text
 
     def _go_on(
@@ -176,7 +179,7 @@ class Dialogues:
                 raise error
             if messages and not episode.over:
                 args = template_args(episode.example)
-                ids = self.encode(json.dumps(messages), json.dumps(args))
+                ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
         except Exception as failure:  # of the environment; or the answer spells a special token
             episode.error = f"{place_of(failure)}{failure!r:.200}"
             if not self.has_warned:
@@ -192,18 +195,25 @@ class Dialogues:
         episode.num_tokens += len(ids)
         return ids
 
-    def _encode(self, messages: str, args: str = "{}") -> list[int]:
-        """The tokens of answers, up to where the next turn begins; `args`: see `template_args`."""
+    def _encode(self, messages: str, args: str = "{}", is_closed: bool = True) -> list[int]:
+        """The tokens of answers, up to where the next turn begins; `args`: see `template_args`.
+
+        A turn that is not closed gets the end that the template writes.
+        """
         answers = json.loads(messages)
-        if self.tokenizer.chat:
-            text = self.tokenizer.chat.between(answers, json.loads(args))
+        chat = self.tokenizer.chat
+        if not chat:
+            # a dialogue goes on after at least one token
+            return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
+        text = chat.between(answers, json.loads(args), after_end=is_closed)
+        if not (is_closed and chat.turn_end):
             return self.tokenizer.encode(text, special=True)
-        # a dialogue goes on after at least one token
-        return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
+        # the end of a turn may swallow white space after it (Phi's does), so both are encoded
+        return self.tokenizer.encode(chat.turn_end + text, special=True)[1:]
 
 
-def check_calls(tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a chat template whose own call of a tool is not read back."""
+def call_form(tokenizer: Tokenizer) -> CallForm:
+    """The form in which the chat template writes a call. Raises ConfigError for an unknown one."""
     chat = tokenizer.chat
     assert chat
     arguments = {"word": "tea", "number": 4}
@@ -215,5 +225,7 @@ def check_calls(tokenizer: Tokenizer) -> None:
     prompt = chat.render([asked])
     start = max(n for n in range(len(prompt) + 1) if whole.startswith(prompt[:n]))
     said = tokenizer.decode(tokenizer.encode(whole[start:], special=True))
-    if calls_of(said) != [("look_up", arguments)]:
-        raise ConfigError(f"tools: {chat.name} writes calls that are not read here: {said!r:.80}")
+    for form in FORMS:
+        if form.find(said) == [("look_up", arguments)]:
+            return form
+    raise ConfigError(f"tools: {chat.name} writes calls that are not read here: {said!r:.80}")

@@ -1,7 +1,7 @@
 """Tools that a model may call: their schemas, the calls in a turn, and the results.
 
-A model calls tools as Qwen, Llama or Mistral does, and reads the results before its next turn; a
-turn that calls none is the last one.
+A model calls tools in the form that its chat template writes, and reads the results before its next
+turn; a turn that calls none is the last one.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
@@ -17,17 +18,12 @@ from pydantic import TypeAdapter, validate_call
 
 from ..model.chat import Message
 
-# Qwen's calls; the whole turn of Llama, perhaps after <|python_tag|>; Mistral's list of calls
-CALL = re.compile(
-    r'<tool_call>(.*?)</tool_call>|^(?:<\|python_tag\|>)?(\{.*"name".*\})$'
-    r"|\[TOOL_CALLS\](.*)",
-    re.DOTALL,
-)
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
 # of all calls, which are answered in their order; Mistral wants nine characters
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
+Call = tuple[str, Any]  # the name of a tool and its arguments
 
 
 @dataclass(frozen=True)
@@ -69,19 +65,74 @@ class Tool:
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def calls_of(text: str) -> list[tuple[str, Any]]:
-    """The tools that a turn calls outside its thoughts, by name, with their arguments."""
-    calls: list[tuple[str, Any]] = []
-    said = text.rpartition("</think>")[2].partition("<think>")[0].strip()
-    for match in CALL.finditer(said):
-        written = match[match.lastindex or 0]
-        try:
-            loaded = json.loads(written)
-            for call in loaded if isinstance(loaded, list) else [loaded]:
-                calls.append((call["name"], call.get("arguments", call.get("parameters", {}))))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            calls.append((written, {}))  # the model reads that there is no such tool
-    return calls
+@dataclass(frozen=True)
+class CallForm:
+    """A form in which chat templates write calls, such as JSON, between two regular expressions."""
+
+    begin: str
+    end: str
+    read: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().raw_decode
+    needs: frozenset[str] = frozenset()  # an object without these keys is an answer, not a call
+
+    def find(self, text: str) -> list[Call]:
+        """The calls in a turn, outside its thoughts. Nothing that a call contains is a mark."""
+        mark = re.compile(rf"<think>|</think>|{self.begin}\s*", re.DOTALL)
+        calls: list[Call] = []
+        place = 0
+        while found := mark.search(text, place):
+            place = found.end()
+            if found[0] == "<think>":
+                end = text.find("</think>", place)
+                place = end + len("</think>") if end >= 0 else len(text)
+            elif found[0] == "</think>":  # the prompt began this thought
+                calls.clear()
+            else:
+                new, place = self._read(text, place)
+                calls += new
+        return calls
+
+    def _read(self, text: str, start: int) -> tuple[list[Call], int]:
+        """The calls that begin at a place, and where they end."""
+        with suppress(ValueError, RecursionError):
+            loaded, stop = self.read(text, start)
+            if closing := re.compile(rf"\s*{self.end}").match(text, stop):
+                entries = loaded if isinstance(loaded, list) else [loaded]
+                calls = [_call(each) for each in entries if not self.needs or self.needs <= {*each}]
+                return calls, closing.end()
+        # A call that cannot be read counts if it ends: the model reads that there is no such tool.
+        closing = re.compile(self.end).search(text, start)
+        if not closing:
+            return [], start
+        written = re.split("</?think>", text[start : closing.start()])[0]
+        return [(written.strip(), {})], start + len(written)
+
+
+def _call(entry: Any) -> Call:
+    """The call in an entry of JSON; an entry without a name calls its own text."""
+    if isinstance(entry, dict) and "name" in entry:
+        return entry["name"], entry.get("arguments", entry.get("parameters", {}))
+    return json.dumps(entry), {}
+
+
+FORMS = (
+    CallForm("<tool_call>", "</tool_call>"),  # of Qwen
+    CallForm(r"\[TOOL_CALLS\]", r"\Z"),  # of Mistral: a list of calls
+    CallForm(  # of Llama: an object that is the whole turn after its thoughts
+        r"(?:\A|(?<=</think>))\s*(?:<\|python_tag\|>\s*)?"
+        r'(?=\{.*\}\s*\Z)(?=.*"name")(?=.*"parameters")',
+        r"\Z",
+        needs=frozenset({"name", "parameters"}),
+    ),
+)
+
+
+def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
+    """The tools that a turn calls outside its thoughts, by name, with their arguments.
+
+    `form`: that of the chat template; without it, the first one in which there are calls.
+    """
+    found = (each.find(text) for each in ([form] if form else FORMS))
+    return next(filter(None, found), [])
 
 
 def result_of(tools: Mapping[str, Tool], name: str, arguments: Any) -> Message:
