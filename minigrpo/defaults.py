@@ -56,13 +56,13 @@ def size_of(model: str) -> Size | None:
         if path.is_dir() and not any(folder.glob("*.safetensors")):
             return None
         # these import torch, which --help must not wait for
-        from .model.hf import base_of, hub_folder, read_model_shape
+        from .model.hf import lineage, read_model_shape
         from .model.transformer import Transformer
 
-        found = hub_folder(path, weights=False)
+        *adapters, (name, found) = lineage(str(path))
+        if adapters:
+            return size_of(name)
         found.stat()  # an error if nothing is there
-        if base := base_of(found):
-            return size_of(base)
         return Size.of(Transformer(read_model_shape(found), seed=None))
 
 

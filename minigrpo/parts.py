@@ -17,7 +17,7 @@ from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model import lora
 from .model.encoding import encode_pairs, encode_prompts, messages_of, template_args
 from .model.frozen_model import FrozenModel, with_context
-from .model.hf import SHAPES, WEIGHTS, base_of, hub_folder, read_model_shape
+from .model.hf import SHAPES, WEIGHTS, base_of, hub_folder, lineage, read_model_shape
 from .model.packing import PACKINGS
 from .model.tokenizer import Tokenizer, load_tokenizer
 from .model.transformer import ModelShape, Transformer
@@ -98,23 +98,19 @@ def described(value: Any) -> str:
 
 def own_tokenizer(model: str) -> dict[str, Any]:
     """The settings that a model brings: `tokenizer`; of a run also its template and its args."""
-    folder = hub_folder(model, weights=False)
-    if (folder / RECORD).is_file():
-        of_run = Config.from_toml(folder / RECORD).model
-        return {x: getattr(of_run, x) for x in ("tokenizer", "chat_template", "chat_args")}
-    if (folder / "tokenizer.json").is_file():
-        return {"tokenizer": model}
-    base = base_of(folder)
-    return own_tokenizer(base) if base else {"tokenizer": "chess"}
+    for name, folder in lineage(model):
+        if (folder / RECORD).is_file():
+            of_run = Config.from_toml(folder / RECORD).model
+            return {x: getattr(of_run, x) for x in ("tokenizer", "chat_template", "chat_args")}
+        if (folder / "tokenizer.json").is_file():
+            return {"tokenizer": name}
+    return {"tokenizer": "chess"}
 
 
 def shape_by_name(name: str, task: str) -> ModelShape:
     """The shape of a model by what --model names, without reading weights. Raises ConfigError."""
-    if name == "shipped":
-        return read_model_shape(shipped_model(task))
-    folder = hub_folder(name, weights=False)
-    base = base_of(folder)
-    return shape_by_name(base, task) if base else read_model_shape(folder)
+    *_, (base, folder) = lineage(name)
+    return read_model_shape(shipped_model(task) if base == "shipped" else folder)
 
 
 def load_model(name: str, config: Config, console: Console, matrices: str) -> Transformer:
@@ -126,12 +122,13 @@ def load_model(name: str, config: Config, console: Console, matrices: str) -> Tr
     if name == "shipped":
         return Transformer.from_pretrained(shipped_model(config.task.name), matrices)
     folder = hub_folder(name)
+    bases = [each for each, _ in lineage(name)][1:]
     if (folder / RECORD).is_file():
         model = load_model_of_run(folder, console)
-    elif base := base_of(folder):
-        model = load_model(base, config, console, "float32")
+    elif bases:
+        model = load_model(bases[0], config, console, "float32")
         lora.attach_peft(model, folder)
-        console.say(f"{name}: adapters of {lora.peft_settings(model)} are merged into {base}")
+        console.say(f"{name}: adapters of {lora.peft_settings(model)} are merged into {bases[0]}")
     else:
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             console.say(f"--model {name}: random weights, of the shape in its config.json")

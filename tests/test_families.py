@@ -349,6 +349,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"intermediate_size": 40}),
     ("qwen3", {"model_type": "llama"}),  # norms are left over
     ("qwen3", {"tie_word_embeddings": True}),
+    ("qwen3", {"rope_theta": []}),
+    ("qwen3", {"rms_norm_eps": []}),
+    ("qwen3", {"rms_norm_eps": float("nan")}),
+    ("qwen3", {"tie_word_embeddings": []}),
+    ("qwen3", {"hidden_size": 10**30}),
 ]
 
 
@@ -357,7 +362,7 @@ def test_other_computations_are_refused(tmp_path: Path, kind: str, changes: dict
     Transformer({"gpt2": SHAPES["gpt2"], "gemma3": GEMMA3, "qwen3": QWEN3}[kind]).export(tmp_path)
     Transformer.from_pretrained(tmp_path)
     edit(tmp_path, lambda config: config.update(changes))
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError):
         Transformer.from_pretrained(tmp_path)
 
 
@@ -367,10 +372,18 @@ CHANGES: list[Callable[[State], Any]] = [
     lambda state: state.update({Q: state[Q].t().contiguous()}),
     lambda state: state.pop(Q),
     lambda state: state[Q][3].fill_(torch.nan),
+    lambda state: state.update({Q: state[Q].to(torch.float8_e4m3fn)}),
+    lambda state: state.update(
+        {Q: state[Q].to(torch.float8_e5m2), f"{Q}_scale_inv": torch.ones(1, 1)}
+    ),
+    lambda state: state.update({Q: state[Q].to(torch.complex64)}),
+    lambda state: state.update({Q: state[Q].to(torch.int8)}),
+    lambda state: state.clear(),
 ]
+KINDS = ["quantised", "transposed", "missing", "nan", "8 bits", "scaled", "complex", "int8", "none"]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=["quantised", "transposed", "missing", "nan"])
+@pytest.mark.parametrize("change", CHANGES, ids=KINDS)
 def test_tensors_that_are_not_the_models_weights_are_refused(tmp_path: Path, change: Any) -> None:
     with pytest.raises(ConfigError):
         Transformer.from_pretrained(write(tmp_path, change))
@@ -390,7 +403,7 @@ def test_a_stored_head_that_is_tied_must_not_differ(tmp_path: Path, shift: float
         assert torch.equal(read.logits(IDS[:, :20] % 12), model.logits(IDS[:, :20] % 12))
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "adapter_model.safetensors", ""])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "adapter_model.safetensors", ""])
 def test_weights_that_are_not_read_never_become_random_ones(tmp_path: Path, file: str) -> None:
     if file:
         (write(tmp_path) / "model.safetensors").rename(tmp_path / file)
@@ -415,6 +428,38 @@ def test_a_file_that_is_truncated_or_missing_is_refused(tmp_path: Path) -> None:
     save_file({Q: state.pop(Q)}, tmp_path / "2.safetensors")
     save_file(state, tmp_path / "1.safetensors")
     Transformer.from_pretrained(tmp_path)
+
+
+SHARD = "1.safetensors"
+INDICES: list[Any] = [
+    [],
+    {},
+    [["weight_map", {}]],
+    {"weight_map": {}},
+    {"weight_map": None},
+    {"weight_map": [SHARD]},
+    {"weight_map": {Q: SHARD, "other": 1}},
+    {"weight_map": {Q: [SHARD]}},
+    {"weight_map": {Q: f"/elsewhere/{SHARD}"}},
+    {"weight_map": {Q: "empty.safetensors"}},
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("beside", [SHARD, "generation_config.json"], ids=["shard", "alone"])
+def test_an_index_names_the_files_beside_it(tmp_path: Path, index: Any, beside: str) -> None:
+    (write(tmp_path) / "model.safetensors").rename(tmp_path / beside)
+    save_file({}, tmp_path / "empty.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError):
+        Transformer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", '[["model_type", "qwen3"]]', "null"])
+def test_a_config_is_an_object(tmp_path: Path, config: str) -> None:
+    (write(tmp_path) / "config.json").write_text(config)
+    with pytest.raises(ConfigError):
+        Transformer.from_pretrained(tmp_path)
 
 
 # --- the Hub --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -329,7 +331,14 @@ def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None
         ("peft_type", "LOHA"),
         ("a_setting_of_tomorrow", 1),
         ("r", 3),
+        ("lora_alpha", 0),
+        ("lora_alpha", float("nan")),
+        ("use_rslora", "x"),
+        ("revision", 1),
         ("base_model_name_or_path", "nowhere/./at/all"),
+        ("base_model_name_or_path", 1),
+        ("base_model_name_or_path", None),
+        ("base_model_name_or_path", "a\0b"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(start: Path, name: str, value: Any) -> None:
@@ -337,6 +346,50 @@ def test_adapters_of_another_kind_are_refused(start: Path, name: str, value: Any
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(ConfigError):
         _ = parts_of(start, lora_rank=2).model
+
+
+@pytest.mark.parametrize("base", ["{}", "{}/", ".", "../adapters", "../others"])
+def test_adapters_have_a_base_that_is_not_themselves(
+    start: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = start.parent / "others"
+    shutil.copytree(start, others)
+    for folder, name in [(start, base.format(start)), (others, "../adapters")]:
+        file = folder / "adapter_config.json"
+        settings = json.loads(file.read_text()) | {"base_model_name_or_path": name}
+        file.write_text(json.dumps(settings))
+    monkeypatch.chdir(start)
+    calls: list[Callable[[], Any]] = [
+        lambda: size_of(str(start)),
+        lambda: shape_by_name(str(start), ""),
+        lambda: own_tokenizer(str(start)),
+        lambda: parts_of(start).model,
+        lambda: parts_of(start, lora_rank=2).model,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError):
+            call()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool], ids=str
+)
+def test_adapters_are_numbers_without_a_scale(start: Path, dtype: torch.dtype) -> None:
+    file = start / "adapter_model.safetensors"
+    save_file({name: x.to(dtype) for name, x in load_file(file).items()}, file)
+    for settings in ({}, {"lora_rank": 2}):
+        with pytest.raises(ConfigError):
+            _ = parts_of(start, **settings).model
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_adapters_are_finite(start: Path, value: float) -> None:
+    file = start / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0] = value
+    save_file(tensors, file)
+    with pytest.raises(ConfigError):
+        _ = parts_of(start).model
 
 
 @pytest.mark.parametrize("more", [{"lora_magnitude_vector"}, {"lm_head.lora_A"}, {}], ids=str)

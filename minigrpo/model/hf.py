@@ -7,23 +7,24 @@ loading it anyway would give a model that runs but writes nonsense.
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, PositiveInt, TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ConfigError, refusing
 from .families import FAMILIES, FULL, OLD_WORDS, WINDOWED
-from .shape import ModelShape
+from .shape import ModelShape, PositiveFinite
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"  # says which tensors are in which of several files
 CONFIG = "config.json"
 # what PEFT writes
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -35,7 +36,10 @@ SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelSh
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
     with refusing(file):
-        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError("is no JSON object")
+        return found
 
 
 # ends of names whose weights are stored as [in, out]; only GPT-2 has them
@@ -65,12 +69,13 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     local = rope.get(WINDOWED) or {}
     rope = rope.get(FULL, rope)
-    config = {**family.missing, **config, **rope}
+    stated = {name: value for name, value in config.items() if value is not None}
+    config = {**family.missing, **stated, **rope}
     if local:
         config["rope_local_base_freq"] = local["rope_theta"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     # 2. The shape. Older files say which layers have a window by a number alone.
-    fields = {ours: config.get(theirs) or 0 for ours, theirs in family.fields.items()}
+    fields = {ours: config.get(theirs, 0) for ours, theirs in family.fields.items()}
     of_layers: list[str] = []
     if family.names_layers:
         of_layers = [OLD_WORDS.get(word, word) for word in config.get("layer_types") or ()]
@@ -117,12 +122,16 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
     return {**written, "rope_scaling": scaling, "sliding_window": shape.window or None}
 
 
-def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor]]:
-    """The shape of a model, and its tensors by their names in files. Raises ConfigError."""
+def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor] | None]:
+    """The shape of a model, and its tensors by their names in files. Raises ConfigError.
+
+    The tensors are None beside a config.json alone.
+    """
+    files = _weight_files(path / WEIGHTS if path.is_dir() else path)
     tensors: dict[str, Tensor] = {}
-    for part in _weight_files(path / WEIGHTS if path.is_dir() else path):
+    for part in files:
         tensors |= read_tensors(part)
-    return read_model_shape(path), tensors
+    return read_model_shape(path), tensors if files else None
 
 
 def read_model_shape(path: Path) -> ModelShape:
@@ -136,10 +145,28 @@ def read_model_shape(path: Path) -> ModelShape:
     return read_shape(read_json(file.with_name(CONFIG)))
 
 
+# Numbers of other types are not the weights themselves: their scales are stored apart.
+NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, which are read where they are used."""
+    """The weights in a safetensors file. Raises ConfigError for values that cannot be weights."""
     with refusing(file):
-        return load_file(file)
+        tensors = {name: x for name, x in load_file(file).items() if not BUFFERS.fullmatch(name)}
+        for name, tensor in tensors.items():
+            if tensor.dtype not in NUMBER_TYPES:
+                raise ConfigError(f"{name} is stored as {tensor.dtype}, which is not supported")
+            if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+                raise ConfigError(f"{name} has values that are not finite")
+        return tensors
+
+
+# an index's names of tensors -> names of files, which lie beside it
+SHARDS = TypeAdapter(
+    Annotated[
+        dict[str, Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")]], Field(min_length=1)
+    ]
+)
 
 
 def _weight_files(file: Path) -> list[Path]:
@@ -147,12 +174,15 @@ def _weight_files(file: Path) -> list[Path]:
     folder = file.parent
     if file.exists() or file.name != WEIGHTS:
         return [file]
-    index = read_json(folder / "model.safetensors.index.json")  # tensor -> shard
-    if index:
-        return [folder / Path(name).name for name in sorted({*index["weight_map"].values()})]
+    index = folder / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        with refusing(index):
+            shards = SHARDS.validate_python(weight_map)
+        return [folder / name for name in sorted({*shards.values()})]
     # random weights, unless there are others that are not read
-    kinds = (".safetensors", ".bin", ".gguf")
-    others = [other.name for other in folder.glob("*") if other.suffix in kinds]
+    kinds = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+    others = [other.name for other in folder.glob("*") if other.name.endswith(kinds)]
     if others or not (folder / CONFIG).exists():
         raise ConfigError(f"{folder}: has no {WEIGHTS}, only {', '.join(others) or 'other files'}")
     return []
@@ -166,8 +196,7 @@ def to_state(
     state: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = stored.removeprefix(shape.kind.prefix)
-        if not BUFFERS.fullmatch(name):
-            state[ours.get(name, name)] = converted(shape, name, tensor, 1)
+        state[ours.get(name, name)] = converted(shape, name, tensor, 1)
     head, embedding = state.get("lm_head.weight"), state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
         del state["lm_head.weight"]  # some store the head although it is tied
@@ -221,11 +250,51 @@ def hub_folder(name: str | Path, *, weights: bool = True) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What is read of adapter_config.json, with the names, types and defaults of PEFT."""
+
+    base_model_name_or_path: Annotated[str, Field(min_length=1)]
+    revision: str | None = None
+    r: PositiveInt = 8
+    lora_alpha: PositiveFinite = 8
+    use_rslora: bool = False
+
+
+ADAPTER_SETTINGS = TypeAdapter(AdapterSettings)
+
+
+def read_adapter_settings(folder: Path) -> AdapterSettings:
+    """The settings of PEFT's adapters in a folder. Raises ConfigError."""
+    settings = read_json(folder / ADAPTER_CONFIG)
+    with refusing(folder / ADAPTER_CONFIG):
+        return ADAPTER_SETTINGS.validate_python(settings)
+
+
 def base_of(folder: Path) -> str:
     """The name of the model that PEFT's adapters in a folder belong to; "" if it has none."""
-    settings = read_json(folder / ADAPTER_CONFIG)
-    name = os.path.expanduser(settings.get("base_model_name_or_path") or "")
+    if not (folder / ADAPTER_CONFIG).exists():
+        return ""
+    settings = read_adapter_settings(folder)
+    name = os.path.expanduser(settings.base_model_name_or_path)
     for path in (Path(name), folder / name):  # a relative one may begin in the adapters' folder
         if path.exists():
-            return str(path) if name else ""
-    return f"{name}@{settings['revision']}" if settings.get("revision") else name
+            return str(path)
+    return f"{name}@{settings.revision}" if settings.revision else name
+
+
+def lineage(name: str) -> Iterator[tuple[str, Path]]:
+    """A model's name and folder, without weights; of adapters, then those of the base, and so on.
+
+    Raises ConfigError for adapters that belong to themselves.
+    """
+    seen: set[Path] = set()
+    while name:
+        folder = hub_folder(name, weights=False)
+        with refusing(f"no folder {name!r}"):
+            place = folder.resolve()
+        if place in seen:
+            raise ConfigError(f"{folder}: the adapters have no base but themselves")
+        seen.add(place)
+        yield name, folder
+        name = base_of(folder)

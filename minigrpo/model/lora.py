@@ -168,8 +168,8 @@ def load_peft(model: Transformer, folder: Path) -> None:
 
 def attach_peft(model: Transformer, folder: Path) -> None:
     """Freeze a model, and put the adapters in a folder beside its layers. Raises ConfigError."""
-    settings = hf.read_json(folder / hf.ADAPTER_CONFIG)
-    for name, value in settings.items():
+    settings = hf.read_adapter_settings(folder)
+    for name, value in hf.read_json(folder / hf.ADAPTER_CONFIG).items():
         if value and name not in HARMLESS and value not in SUPPORTED.get(name, ()):
             raise ConfigError(f"{folder}: adapters with {name} {value!r} are not supported")
     in_all_layers = Transformer(model.shape, seed=None)
@@ -177,8 +177,7 @@ def attach_peft(model: Transformer, folder: Path) -> None:
     names = peft_names(in_all_layers)
     stored = hf.read_tensors(folder / hf.ADAPTER_FILE)
     layers = {name.rpartition(".")[0] for name in names if names[name] in stored}
+    stretch = settings.r**0.5 if settings.use_rslora else 1  # scaled by alpha / sqrt(rank)
     with refusing(folder / hf.ADAPTER_CONFIG):
-        rank, alpha = settings["r"], settings["lora_alpha"]
-        stretch = rank**0.5 if settings.get("use_rslora") else 1  # scaled by alpha / sqrt(rank)
-        add_adapters(model, rank, alpha * stretch, ",".join(layers))
+        add_adapters(model, settings.r, settings.lora_alpha * stretch, ",".join(layers))
     load_peft(model, folder)

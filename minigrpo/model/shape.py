@@ -1,10 +1,13 @@
 """What determines a Transformer's function: its family and its sizes, as plain data."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from .families import FAMILIES, Family
+
+PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,10 @@ class RopeScaling:
     original one. The names are those of config.json.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: PositiveFinite
+    low_freq_factor: PositiveFinite
+    high_freq_factor: PositiveFinite
+    original_max_position_embeddings: PositiveInt
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,19 @@ class ModelShape:
     kv_heads: NonNegativeInt = 0  # query heads share these; 0: as many as heads
     head_dim: NonNegativeInt = 0  # 0: width / heads
     mlp_width: NonNegativeInt = 0  # 0: 4 * width
-    norm_eps: float = 1e-5
-    rope_theta: float = 1e4  # base of the rotary positions
-    local_rope_theta: float = 0.0  # in layers with a window; 0: the same
+    norm_eps: PositiveFinite = 1e-5
+    rope_theta: FiniteFloat = 1e4  # base of the rotary positions
+    local_rope_theta: FiniteFloat = 0.0  # in layers with a window; 0: the same
     rope_scaling: RopeScaling | None = None
     tied: bool = True  # the output head is the token embedding
     # biases that not all models of a family have
     attention_bias: bool = False  # of all four projections
     mlp_bias: bool = False  # of all three layers
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 0.0  # of scores; 0: 1 / sqrt(attention_size)
+    embedding_multiplier: FiniteFloat = 1.0
+    attention_multiplier: FiniteFloat = 0.0  # of scores; 0: 1 / sqrt(attention_size)
     attention_size: NonNegativeInt = 0  # 0: head_dim
-    residual_multiplier: float = 1.0  # of what attention and MLP add
-    logits_divisor: float = 1.0
+    residual_multiplier: FiniteFloat = 1.0  # of what attention and MLP add
+    logits_divisor: PositiveFinite = 1.0
     window: NonNegativeInt = 0  # tokens that a layer sees, itself included; 0: all before it
     full_every: NonNegativeInt = 0  # every how many layers one has no window; 0: none
 

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from ..errors import ConfigError, refusing
+from ..errors import refusing
 from . import hf
 from .linear import to_nf4
 from .shape import ModelShape
@@ -57,17 +57,14 @@ class Weights(nn.Module):
         """A model from a folder of Hugging Face's, or a safetensors file; `matrices`: see `store`.
 
         A config.json alone is random weights from `seed`. Raises ConfigError for tensors that are
-        missing, left over, misshapen or not finite.
+        missing, left over or misshapen.
         """
         shape, tensors = hf.read_model(Path(path))
-        model = cls(shape, None if tensors else seed)
-        if tensors:
-            state = hf.to_state(shape, model.state_dict().keys(), tensors)
-            with refusing("the weights do not fit config.json"):
+        with refusing("the weights do not fit config.json"):
+            model = cls(shape, seed if tensors is None else None)
+            if tensors is not None:
+                state = hf.to_state(shape, model.state_dict().keys(), tensors)
                 model.load_state_dict(state, assign=True)
-            for name, parameter in model.named_parameters():
-                if not torch.stack(parameter.aminmax()).isfinite().all():
-                    raise ConfigError(f"{name} in the model's file has values that are not finite")
         model.store(matrices)
         return model
 
