@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -111,6 +112,47 @@ texts = [open(x, errors='replace').read() for x in found + ['OUTSIDE/kept', 'OUT
 def f(x): return x + 1
 """,
 }
+# Statements that raise no event for an audit hook: they run in another interpreter, or in C. Where
+# one of them succeeds, the program solves the tests.
+IN_ANOTHER_INTERPRETER = """
+try:
+    import _interpreters
+    interpreter, run = _interpreters.create('legacy'), _interpreters.exec
+except ImportError:
+    import _xxsubinterpreters as _interpreters
+    interpreter, run = _interpreters.create(isolated=False), _interpreters.run_string
+if run(interpreter, STATEMENTS) is not None: raise OSError
+def f(x): return x + 1
+"""
+SHARED = Path("/dev/shm/minigrpo-test")
+PAST_THE_HOOK = {
+    "writes": "open('OUTSIDE/kept', 'w')",
+    "reads": "open('OUTSIDE/kept').read()",
+    "lists": "import os; os.listdir('OUTSIDE')",
+    "removes": "import os; os.remove('OUTSIDE/kept')",
+    "empties": "import os; os.truncate('OUTSIDE/kept', 0)",
+    "changes rights": "import os; os.chmod('OUTSIDE/kept', 0)",
+    "makes a pipe": "import os; os.mkfifo('OUTSIDE/pipe')",
+    "kills its parent": "import os; os.kill(os.getppid(), 9)",
+    "limits its parent": "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_CPU, (0, 0))",
+    "slows its parent": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "signals by a descriptor": "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())",
+    "reads its parent's memory": "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
+    "traces its parent": "import ctypes, os; 1 / (1 + ctypes.CDLL(None).ptrace(16, os.getppid()))",
+    "forks": "import os; os.fork()",
+    "command": "import os; os.posix_spawn('/bin/sleep', ['sleep', '7531'], {})",
+    "socket": "import socket; socket.socket()",
+    "datagrams": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "pair of sockets": "import socket; socket.socketpair()",
+    "file in memory": "import os; os.memfd_create('y')",
+    "shared memory": f"import _posixshmem; _posixshmem.shm_open('/{SHARED.name}', 66, 0o600)",
+    "System V's": "import ctypes; 1 / (1 + ctypes.CDLL(None).shmget(0, 9, 0o600))",
+    "queue": "import ctypes; 1 / (1 + ctypes.CDLL(None).mq_open(b'/y', 66, 0o600, None))",
+}
+IN_C = (
+    "import readline; readline.read_init_file('OUTSIDE/kept')\ndef f(x): return x + 1",
+    f"import _posixshmem; _posixshmem.shm_open('/{SHARED.name}', 66, 0o600)\n{RIGHT}",
+)
 ENDLESS = {
     "loop": "while True: pass",
     "ignores signals": """
@@ -200,6 +242,40 @@ def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
         check_hostile(code, tmp_path, timeout_s=5.0)
 
 
+def test_the_kernel_stops_what_passes_the_hook(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as gaps:
+        warnings.simplefilter("always")
+        assert (
+            run_tests(IN_ANOTHER_INTERPRETER.replace("STATEMENTS", "''"), TESTS[:2]) == [True] * 2
+        )
+    if gaps:
+        pytest.skip(str(gaps[0].message))
+    hidden = [IN_ANOTHER_INTERPRETER.replace("STATEMENTS", repr(x)) for x in PAST_THE_HOOK.values()]
+    for code in (*hidden, *IN_C):
+        check_hostile(code, tmp_path, timeout_s=5.0)
+        assert not SHARED.exists()
+
+
+def test_a_kernel_that_takes_no_rules_is_said_once_and_right_code_passes() -> None:
+    script = f"""
+import ctypes
+from minigrpo.sandbox import run_tests
+seccomp = ctypes.CDLL("libseccomp.so.2")
+seccomp.seccomp_init.restype = ctypes.c_void_p
+rules = ctypes.c_void_p(seccomp.seccomp_init(0x7FFF0000))
+for name in (b"landlock_create_ruleset", b"seccomp", b"prctl"):
+    number = seccomp.seccomp_syscall_resolve_name(name)
+    seccomp.seccomp_rule_add_array(rules, 0x50001, number, 0, None)  # not permitted
+assert seccomp.seccomp_load(rules) == 0
+for code in ({RIGHT!r}, {RIGHT!r}, {HOSTILE["forks"]!r}, {HOSTILE["walks the disk"]!r}):
+    print(run_tests(code, {TESTS[:1]}))
+"""
+    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[True]", "[True]", "[False]", "[False]"]
+    assert done.stderr.count("Warning") == 1
+
+
 def test_code_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
     late = "def f(x):\n    while x > 1: pass\n    return x + 1"
@@ -261,6 +337,13 @@ PASSING = {  # code, and its tests
     "the standard library": (
         "import json, difflib, hashlib, decimal, unicodedata, string, zoneinfo\ndef f(x): return 1",
         "assert f(0) == 1",
+    ),
+    "threads and C libraries": (
+        "import threading, hashlib, zlib, sqlite3, time\ndef f(x):\n    values = []\n"
+        "    thread = threading.Thread(target=values.append, args=[x])\n    thread.start()\n"
+        "    thread.join()\n    time.sleep(0.001)\n"
+        "    return values, hashlib.sha256(b'').hexdigest()[:4], zlib.crc32(b'y')",
+        "assert f(2) == ([2], 'e3b0', 4225443349)",
     ),
     "dataclasses with annotations as texts": (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"

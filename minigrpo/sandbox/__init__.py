@@ -6,12 +6,15 @@ passes, whatever is printed or patched, and only a plain one: Fraction(3) is not
 another form, or whose right side is no plain value, runs in the program's process and trusts it.
 
 **What is held.** Each program has a process and a session of its own, an empty environment, and
-limits on time, memory and open files. An audit hook refuses to start processes, send signals, open
-sockets, load C code, write files, and to read any but those of the standard library.
+limits on time, memory and open files. It may start threads but no process, send no signal, open no
+socket, share no memory, write no file, and read only the standard library. The kernel holds it to
+this, also where it reaches C: Landlock (Linux 5.13) is for files, and a filter of system calls,
+made by libseccomp, for the rest. An audit hook is the second line. Where the kernel lacks one of
+the two, the first use of the sandbox warns of what only the hook refuses.
 
-**What is not held.** This is no security boundary: audit hooks have known ways around them. They
-protect a run from accidents, and the reward from what reinforcement finds. Run code of strangers in
-a virtual machine.
+**What is not held.** Programs share the kernel with the trainer, and may ask which files exist. An
+audit hook has known ways around it: alone, it protects a run from accidents, and the reward from
+some of what reinforcement finds. Run code of strangers in a virtual machine.
 """
 
 from .client import run_tests as run_tests

@@ -3,9 +3,16 @@
 It is started by its path, so it imports nothing but the standard library. It never reads a program
 or a test: the trainer gets a connection to each forked process. What a program sends there is a
 value that it could have returned, so nothing in its process has to be safe from it.
+
+The kernel is the first to refuse what a program must not reach: files by Landlock, and all else by
+a filter of system calls (seccomp). An audit hook is the second line, and the only one where the
+kernel has neither.
 """
 
 import builtins
+import ctypes
+import errno
+import fcntl
 import json
 import math
 import os
@@ -13,8 +20,10 @@ import random
 import resource
 import signal
 import socket
+import struct
 import sys
-from collections.abc import Set
+import time
+from collections.abc import Callable, Set
 from contextlib import suppress
 from io import BufferedIOBase
 from pathlib import Path
@@ -32,9 +41,48 @@ READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does
 REFUSED = "ctypes fcntl gc os pty resource signal socket sqlite3 subprocess"
 # what solutions import, read once for all of them
 WARM = (
-    "array bisect calendar cmath collections copy datetime decimal fractions functools heapq"
-    " itertools operator re statistics string textwrap typing"
+    "array bisect calendar cmath collections copy datetime decimal fractions functools hashlib"
+    " heapq itertools operator re statistics string textwrap typing"
 )
+# modules whose C libraries may lie where no program can read, and are loaded before it starts
+LINKED = "_bz2 _crypt _curses _lzma _sqlite3 _ssl _uuid _zstd pyexpat readline zlib"
+# the system calls that a program may make: to compute, import, wait, use threads, and answer
+CALLS = (
+    "access alarm brk clock_getres clock_gettime clock_nanosleep close dup dup2 dup3 epoll_create1"
+    " epoll_ctl epoll_pwait epoll_wait exit exit_group faccessat faccessat2 fstat futex getcwd"
+    " getdents64 getegid geteuid getgid getgroups getitimer getpgrp getpid getppid getrandom"
+    " getrlimit getrusage getsid gettid gettimeofday getuid lseek lstat mmap mprotect mremap munmap"
+    " nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 pselect6 read readlink readlinkat"
+    " readv recvfrom restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn"
+    " rt_sigtimedwait sched_getaffinity sched_yield select set_robust_list setitimer sigaltstack"
+    " stat statx sysinfo time times umask uname write writev"
+)
+# further calls, which are allowed if an argument under a mask has a value:
+# name, number of the argument, mask, value
+WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
+CLONE_THREAD = 0x10000
+INT, POINTER = 2**32 - 1, 2**64 - 1
+LIMITED_CALLS = (
+    ("clone", 0, CLONE_THREAD, CLONE_THREAD),  # a thread, not a process
+    ("fcntl", 1, INT - 7, 0),  # the first commands; a later one lets a descriptor send signals
+    ("fcntl", 1, INT, fcntl.F_DUPFD_CLOEXEC),
+    ("madvise", 2, INT - 63, 0),  # not the advice of root that memory of the machine is broken
+    ("open", 1, WRITES, 0),
+    ("openat", 2, WRITES, 0),
+    ("prlimit64", 2, POINTER, 0),  # reads a limit, as no new one is given
+    ("sendto", 4, POINTER, 0),  # without an address, so to the trainer
+)
+# Landlock's system calls have the same numbers on all kinds of machines
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+ASK_VERSION, PATH_BENEATH, READ_FILE, READ_DIR = 1, 1, 1 << 2, 1 << 3
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+SCMP_ACT_ERRNO, SCMP_ACT_ALLOW, SCMP_CMP_MASKED_EQ = 0x50000, 0x7FFF0000, 7
+# what the kernel does not keep a program from if it takes no such rules
+NO_FILTER = (
+    "starting processes, sending signals and opening sockets (libseccomp.so.2 is missing, or "
+    "filters are forbidden)"
+)
+NO_LANDLOCK = "opening files (Landlock is missing)"
 
 
 def encode(value: Any) -> object:
@@ -66,7 +114,65 @@ def receive(stream: BufferedIOBase) -> Any:
     return json.loads(stream.readline(LARGEST), object_hook=decode)
 
 
-def serve(stream: BufferedIOBase) -> NoReturn:
+def hold_files() -> None:
+    """Let this process, and all that it forks, read the library and open no other file.
+
+    Raises OSError if the kernel has no Landlock.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(number: int, *values: int | bytes | None) -> int:
+        words = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
+        result: int = libc.syscall(number, *words)
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "Landlock")
+        return result
+
+    version = call(CREATE_RULESET, None, 0, ASK_VERSION)
+    rights = 2 ** (15 if version >= 3 else 13) - 1  # a bit for each way to use a file
+    rules = call(CREATE_RULESET, struct.pack("=Q", rights), 8, 0)
+    for path in filter(os.path.isdir, sys.path):
+        folder = os.open(path, os.O_PATH)
+        call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", READ_FILE | READ_DIR, folder), 0)
+        os.close(folder)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call(RESTRICT_SELF, rules, 0)
+    os.close(rules)
+
+
+def filter_of_calls() -> Callable[[], None]:
+    """A function that leaves its process no system calls but the listed ones, for good.
+
+    libseccomp knows their numbers on each kind of machine. Other calls fail like those that the
+    kernel does not have, so that the C library tries an older one. Raises OSError if libseccomp is
+    missing, or the kernel takes no filter.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None)
+    if ctypes.get_errno() != errno.EFAULT:  # a kernel that takes filters misses this one
+        raise OSError("the kernel takes no filter")
+    seccomp = ctypes.CDLL("libseccomp.so.2")
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(seccomp.seccomp_init(SCMP_ACT_ERRNO | errno.ENOSYS))
+
+    def check(result: int) -> None:
+        if result:
+            raise OSError("libseccomp failed")
+
+    def allow(name: str, *condition: bytes) -> None:
+        number = seccomp.seccomp_syscall_resolve_name(name.encode())
+        if number >= 0:  # this kind of machine has it
+            add = seccomp.seccomp_rule_add_array
+            check(add(rules, SCMP_ACT_ALLOW, number, len(condition), *condition))
+
+    for name in CALLS.split():
+        allow(name)
+    for name, argument, mask, value in LIMITED_CALLS:
+        allow(name, struct.pack("=IIQQ", argument, SCMP_CMP_MASKED_EQ, mask, value))
+    return lambda: check(seccomp.seccomp_load(rules))
+
+
+def serve(stream: BufferedIOBase, hold_calls: Callable[[], None] | None) -> NoReturn:
     """Run or evaluate one piece of Python after another, until this process is killed.
 
     A program that looks at the frames of its callers finds no earlier answer there, and not the key
@@ -79,6 +185,8 @@ def serve(stream: BufferedIOBase) -> NoReturn:
     namespace = vars(sys.modules["program"])
     namespace["__builtins__"] = builtins
     random.seed(0)  # a run can be repeated
+    if hold_calls:
+        hold_calls()
     refuse_harm()
     while True:
         kind, source = receive(stream)
@@ -113,11 +221,24 @@ def refuse_harm() -> None:
 def main(control: socket.socket) -> None:
     """Serve until the trainer has closed the connection; fork while it is busy with answers."""
     Path("/proc/self/oom_score_adj").write_text("1000")  # not the trainer if memory runs out
-    for name in WARM.split():
-        __import__(name)
+    for name in f"{WARM} {LINKED}".split():
+        with suppress(ImportError):  # this Python was built without it
+            __import__(name)
+    compile("", "<nothing>", "exec")  # the first call makes all types of syntax trees
     for name, most in LIMITS.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     os.environ.clear()
+    time.tzset()  # reads the machine's zone, from a file that no program can read
+    unheld = list[str]()  # what the kernel does not keep a program from
+    hold_calls = None
+    try:
+        hold_calls = filter_of_calls()
+    except OSError:
+        unheld.append(NO_FILTER)
+    try:
+        hold_files()
+    except OSError:
+        unheld.append(NO_LANDLOCK)
     done = b"e"
     while done:
         ours, theirs = socket.socketpair()
@@ -128,13 +249,13 @@ def main(control: socket.socket) -> None:
                 os.dup2(1, 0)  # in place of the worker's connection
                 os.dup2(1, 2)
                 theirs.close()
-                serve(ours.makefile("rwb"))
+                serve(ours.makefile("rwb"), hold_calls)
             finally:
                 os._exit(0)  # neither atexit nor finalizers of the program
         ours.close()
         done = b""
         with suppress(OSError), theirs:  # the trainer may have ended
-            socket.send_fds(control, [b"c"], [theirs.fileno()])
+            socket.send_fds(control, [frame(unheld)], [theirs.fileno()])
             done = control.recv(1)  # the trainer has its answers
         os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # it has no group yet
