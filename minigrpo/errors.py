@@ -1,4 +1,4 @@
-"""Errors about bad input."""
+"""The errors that end a command with one line, and what makes other errors one of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,10 @@ from contextlib import contextmanager
 
 class ConfigError(ValueError):
     """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot continue. The commands print it as one line."""
 
 
 @contextmanager

@@ -27,11 +27,12 @@ from .run.logging import RunLog
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged
+from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
-from .types import digest
+from .types import ConfigError, digest
+from .userfiles import refusing_exit
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
@@ -39,6 +40,7 @@ Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 class Trainer:
     """A run, built from its config. Bad input is found here, before `fit` starts to work."""
 
+    @refusing_exit(ConfigError)
     def __init__(
         self,
         config: Config,
@@ -138,7 +140,7 @@ class Trainer:
             f"{self.dist.world_size} x {self.device.type}",
         )
         try:
-            with StopRequest(self.console.warn) as request:
+            with StopRequest(self.console.warn) as request, refusing_exit(RunFailed):
                 stopped = self._train(request)
                 state = self.learner.state_dict()
                 base = self.parts.base

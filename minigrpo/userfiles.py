@@ -12,6 +12,8 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
@@ -54,7 +56,8 @@ def load_file(path: str | Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that it hides nothing that is installed
     # names of modules are parted by dots
-    module = import_module(PREFIX + quote(str(file.with_suffix(""))).replace(".", "%2E"))
+    with refusing_exit(ConfigError):
+        module = import_module(PREFIX + quote(str(file.with_suffix(""))).replace(".", "%2E"))
     if file.stem.isidentifier() and file.stem not in sys.modules:
         plain = find_spec(file.stem)
         if plain and plain.origin == str(file):  # what other files of the folder import
@@ -75,3 +78,12 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(("<", *INSTALLED))]
     return f"{theirs[-1].filename}, line {theirs[-1].lineno}: " if theirs else ""
+
+
+@contextmanager
+def refusing_exit(kind: type[Exception]) -> Iterator[None]:
+    """Make `sys.exit` in users' code an error: a run would end as if it had finished."""
+    try:
+        yield
+    except SystemExit as error:
+        raise kind(f"{place_of(error)}sys.exit({error.code!r})") from error

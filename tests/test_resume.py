@@ -240,16 +240,21 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, monkeypatch: pytest.Monk
     assert bits(run) == bits(small)
 
 
+@pytest.mark.parametrize("error", [TypeError("of the user's code"), SystemExit(0)])
 @pytest.mark.parametrize(("where", "saved"), [("batch", 3), ("clip_grad_norm_", None)])
 def test_an_error_ends_the_run_with_whole_steps_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, saved: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    saved: int | None,
+    error: BaseException,
 ) -> None:
     """Between two updates of one step the weights belong to no step: nothing is saved."""
     run = make(tmp_path / "run", save_every=100)
     owner: Any = run.source if where == "batch" else learner
-    effects = [*[DEFAULT] * 3, TypeError("of the user's code")]
+    effects = [*[DEFAULT] * 3, error]
     monkeypatch.setattr(owner, where, Mock(wraps=getattr(owner, where), side_effect=effects))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError if isinstance(error, TypeError) else RunFailed):
         run.fit()
     there = checkpoints(tmp_path / "run" / "checkpoints")
     assert [load_checkpoint(path)["step"] for path in there] == [0, saved][: 1 + bool(saved)]

@@ -108,6 +108,10 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
     other = Transformer(ModelShape(50, layers=1, width=16, heads=2))
     other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
+    exits = (
+        "import minigrpo, sys\nclass Exits(minigrpo.Task):\n    def __init__(self): sys.exit(0)\n"
+    )
+    (tmp_path / "exits.py").write_text(exits)
     cases: list[dict[str, Any]] = [
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
@@ -118,6 +122,7 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"reward_weights": {"similarity": 0.0}},
         {"reward_weights": {"beauty": 1.0}},
         {"task": "math", "eval_data": str(SUMS)},  # nothing to train on
+        {"task": str(tmp_path / "exits.py")},
     ]
     for changes in cases:
         with pytest.raises((ConfigError, OSError)):

@@ -172,7 +172,9 @@ def test_an_error_of_a_users_file_is_found_by_its_file_and_line(whole: Path) -> 
 RUN = "--max-steps 1 --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"
 
 
-@pytest.mark.parametrize("top", ["open('missing.txt')", "1 / 0", "minigrpo.reward(lambda x: 1)"])
+@pytest.mark.parametrize(
+    "top", ["open('missing.txt')", "1 / 0", "minigrpo.reward(lambda x: 1)", "raise SystemExit(0)"]
+)
 def test_an_error_at_the_top_of_a_file_names_it_and_its_line(
     top: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,16 +13,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..errors import RunFailed as RunFailed
 from ..types import Warn
 
 BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
 SCALE_FLOOR = 1.0  # below it, the scaler would make gradients smaller than they are
 T = TypeVar("T")
-
-
-class RunFailed(RuntimeError):
-    """The run cannot continue; the command ends with this one line and exit code 1."""
 
 
 class Diverged(RunFailed):

@@ -1,9 +1,9 @@
 """The command `minigrpo COMMAND [flags]`. `minigrpo COMMAND --help` lists a command's flags.
 
 A command's module is imported only when the command runs, so that `minigrpo --help` does not wait
-several seconds for torch. Here, and only here, a ConfigError or an OSError becomes one line and
-exit code 2. A run that fails has exit code 1 (train.py). Any other error, such as one of a user's
-function, keeps its traceback.
+several seconds for torch. Here, and only here, an error becomes one line: a ConfigError or an
+OSError with exit code 2, and RunFailed, such as of a run that diverges, with exit code 1. Any other
+error, such as one of a user's function, keeps its traceback.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RunFailed
 from ..userfiles import place_of
 
 COMMANDS = {
@@ -91,6 +91,8 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
     except (ConfigError, OSError) as error:
         place = place_of(error)  # in a file of the user's, if it is of their code
         fail(place + (" ".join(str(error).split()) or type(error).__name__))
+    except RunFailed as error:
+        fail(" ".join(str(error).split()), code=1)
 
 
 def show_help(name: str, argv: Sequence[str], prog: str) -> None:
@@ -103,10 +105,10 @@ def show_help(name: str, argv: Sequence[str], prog: str) -> None:
     print(HELP.replace("START", start).replace("ABOUT", COMMANDS[name]))
 
 
-def fail(text: str) -> NoReturn:
-    """End the process with one line on stderr and exit code 2."""
+def fail(text: str, code: int = 2) -> NoReturn:
+    """End the process with one line on stderr and an exit code."""
     sys.stderr.write(f"error: {printable(text)}\n")
-    sys.exit(2)
+    sys.exit(code)
 
 
 def printable(text: str) -> str:

@@ -3,14 +3,12 @@
 Several processes: `torchrun --nproc_per_node=2 distributed_train.py [flags]`.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ..config import read_flags, settle
 from ..runtime.distributed import DistContext
-from ..runtime.guard import RunFailed
 from ..trainer import Trainer
 from ..types import ConfigError
 from . import doctor
@@ -28,11 +26,8 @@ def fit(trainer: Trainer) -> Mapping[str, Any]:
 
 
 def main(argv: Sequence[str], prog: str) -> None:
-    """Train with the given flags; a run that fails, such as by diverging, exits with code 1."""
+    """Train with the given flags."""
     config, why = settle(read_flags(argv, prog))
     dist = DistContext.from_env()
-    try:
-        fit(Trainer(config, dist=dist, why=why))
-    except RunFailed as error:
-        sys.exit(f"error: {error}")
+    fit(Trainer(config, dist=dist, why=why))
     dist.close()
