@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.turns.dialogues import Dialogues, Episode
 from minigrpo.turns.environments import EnvironmentSet, TurnTask
-from minigrpo.turns.tools import FORMS, Tool, calls_of
+from minigrpo.turns.tools import FORMS, Tool, calls_of, result_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
 from . import tiny
@@ -473,6 +474,31 @@ def test_the_row_chooses_among_environments() -> None:
     assert kinds == {0: Shop, 1: Other}
     with pytest.raises(ConfigError):
         world.class_of(Example("", fields={"environment": "none"}))
+
+
+def leaves() -> None:
+    """End the process."""
+    sys.exit(0)
+
+
+async def leaves_the_loop() -> None:
+    """End the loop."""
+    sys.exit(0)
+
+
+def test_a_model_reads_what_is_wrong_with_a_call() -> None:
+    """In words that know neither this library nor how it was started."""
+    functions = (Shop().pay, Shop().fail, weather, leaves, leaves_the_loop)
+    tools = {function.__name__: Tool.of(function) for function in functions}
+    wrong: list[tuple[Any, Any]] = [
+        *(("nothing", {}), ({}, {}), ("pay", [1]), ("pay", None), ("pay", {})),
+        *(("pay", {"amount": "x", "z": 1}), ("fail", {}), ("leaves", {}), ("leaves_the_loop", {})),
+    ]
+    for name, arguments in wrong:
+        content = result_of(tools, name, arguments)["content"]
+        assert str(name) in content and "\n" not in content
+        assert not any(word in content for word in ("minigrpo", "pydantic", "https", "input"))
+    assert result_of(tools, "weather", {"city": "Bonn"})["content"] == "sun in Bonn"
 
 
 def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> None:

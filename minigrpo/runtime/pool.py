@@ -1,6 +1,7 @@
 """Threads and processes that call code of others, each call with a deadline."""
 
 import asyncio
+import inspect
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from .watchdog import Watchdog
+from .watchdog import UNMARKED, Watchdog
 
 LATE = "it took longer than its timeout_s"
 
@@ -189,3 +190,33 @@ def serve(file: int) -> None:
             except BaseException as error:
                 pipe.send((None, f"{error!r:.200}"))
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def called(function: Callable[[], object], timeout_s: float, about: str) -> Outcome:
+    """The outcome of a single call; after `timeout_s` seconds its thread is given up."""
+    pool = Pool(1, UNMARKED)
+    pool.submit(about, function, timeout_s, about)
+    (outcome,) = pool.all()
+    pool.close()
+    return outcome
+
+
+def finished(answer: Any, timeout_s: float) -> Any:
+    """What a call in a pool has returned; the answer of an `async` function is awaited.
+
+    The pool's deadline, which is `timeout_s` too, comes first and decides. Then the function is
+    cancelled.
+    """
+    if not inspect.isawaitable(answer):
+        return answer
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await answer, None
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all others
+            return None, error
+
+    result, error = awaited(outcome(), timeout_s + 1)
+    if error:
+        raise error
+    return result

@@ -4,7 +4,6 @@ A model calls tools in the form that its chat template writes, and reads the res
 turn; a turn that calls none is the last one.
 """
 
-import asyncio
 import inspect
 import json
 import re
@@ -14,15 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, validate_call
+from pydantic import TypeAdapter, ValidationError, validate_call
 
+from ..errors import ConfigError, refusing
 from ..model.chat import Message
+from ..runtime.pool import finished
 
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
 # of all calls, which are answered in their order; Mistral wants nine characters
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
+MOST_FINDINGS = 3  # what a model reads of the arguments that are wrong in a call
+TIMEOUT_S = 10.0  # of a turn; an environment may have a timeout_s of its own
 Call = tuple[str, Any]  # the name of a tool and its arguments
 
 
@@ -33,6 +36,16 @@ class Tool:
     name: str
     function: Callable[..., Any]
 
+    @classmethod
+    def of(cls, given: Any) -> "Tool":
+        """A tool by the name of a function. Raises ConfigError for what a model cannot call."""
+        name = getattr(given, "__name__", "")
+        if not (inspect.isroutine(given) and name.isidentifier()):
+            raise ConfigError(f"tool {given!r:.80}: give a function with a name, made by `def`")
+        tool = cls(name, given)
+        assert tool.schema  # an error in it is found now
+        return tool
+
     @cached_property
     def typed(self) -> Callable[..., Any]:
         """The function with types as annotations, also where the file has them as texts."""
@@ -40,7 +53,11 @@ class Tool:
         def call(*args: Any, **options: Any) -> Any:
             return self.function(*args, **options)
 
-        call.__signature__ = inspect.signature(self.function)  # type: ignore[attr-defined]
+        signature = inspect.signature(self.function)
+        for each in signature.parameters.values():
+            if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL):
+                raise TypeError(f"a model gives arguments by name, and {each} has none")
+        call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = get_type_hints(self.function, include_extras=True)
         return call
 
@@ -50,7 +67,8 @@ class Tool:
         about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
-        whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+        with refusing(f"tool {self.name}"):
+            whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
         for name, argument in whole["properties"].items():
             argument.pop("title", None)
             if name in described:
@@ -59,10 +77,9 @@ class Tool:
         function = {"name": self.name, "description": about.strip(), "parameters": parameters}
         return {"type": "function", "function": function}
 
-    def call(self, arguments: Mapping[str, Any]) -> Any:
+    def call(self, arguments: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
         """The result of a call; arguments are converted to the function's types, or refused."""
-        result = validate_call(self.typed)(**arguments)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
+        return finished(validate_call(self.typed)(**arguments), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -135,10 +152,27 @@ def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
     return next(filter(None, found), [])
 
 
-def result_of(tools: Mapping[str, Tool], name: str, arguments: Any) -> Message:
-    """What a tool returns, as a message; an error is one too."""
-    try:
-        result = tools[name].call(arguments)
-    except Exception as error:
-        result = {"error": repr(error)}
-    return {"role": "tool", "name": name, "content": str(result), "tool_call_id": CALL_ID}
+def result_of(
+    tools: Mapping[str, Tool], name: str, arguments: Any, timeout_s: float = TIMEOUT_S
+) -> Message:
+    """What a tool returns, as a message. What is wrong with a call is one too, in a sentence."""
+    if name not in [*tools]:
+        there = f"; there are: {', '.join(tools)}" if tools else ""
+        content = f"There is no tool named {name!s:.80}{there}."
+    elif not isinstance(arguments, Mapping):
+        content = f"{name} did not work: its arguments must be an object with their names."
+    else:
+        try:
+            content = str(tools[name].call(arguments, timeout_s))
+        except BaseException as error:  # sys.exit() too
+            content = f"{name} did not work: {in_words(error)}"
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": CALL_ID}
+
+
+def in_words(error: BaseException) -> str:
+    """An error of a tool as a model reads it, without what depends on how the run was started."""
+    if not isinstance(error, ValidationError):
+        return f"{type(error).__name__}: {error}"
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    named = [(".".join(map(str, each["loc"])), each["msg"]) for each in found[:MOST_FINDINGS]]
+    return "; ".join(f"{place}: {message}" for place, message in named)
