@@ -84,7 +84,7 @@ def described(value: Any) -> str:
     if isinstance(value, Transformer):  # it may have been trained since
         return digest([f"{x.cpu().double().norm():.10g}" for x in value.parameters()])
     if isinstance(value, EnvironmentSet):
-        return ",".join([*value.classes, *value.tools])
+        return ",".join([*value.kinds, *value.tools])
     if isinstance(value, LossSpec):
         return ",".join(described(x) if callable(x) else str(x) for x in vars(value).values())
     if isinstance(value, partial):

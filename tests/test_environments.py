@@ -1,14 +1,17 @@
 """Dialogues: tokens, masks, tools, games, and what a run makes of them."""
 
+import asyncio
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, ClassVar
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -23,12 +26,13 @@ from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards import RewardScorer
 from minigrpo.run.logging import read_jsonl
+from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.rng import uniforms
 from minigrpo.sampling import generate as generate_module
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.tasks.base import load_task
 from minigrpo.turns.dialogues import Dialogues, Episode
-from minigrpo.turns.environments import EnvironmentSet, TurnTask
+from minigrpo.turns.environments import EnvironmentSet, TurnTask, as_text
 from minigrpo.turns.tools import FORMS, Tool, calls_of, result_of
 from minigrpo.types import Completions, ConfigError, Dialogue, Example
 
@@ -36,6 +40,7 @@ from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
 from .test_tokenizer import SWALLOWS
+from .test_tools import call as run_command
 from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
@@ -470,10 +475,262 @@ def test_the_row_chooses_among_environments() -> None:
     rows = [{"price": n, "environment": name} for n, name in enumerate(["shop", "other"])]
     task = begun(world, *rows)
     made = task.train(0), task.held_out(0)
-    kinds = {example.fields["price"]: world.class_of(example) for example in made}
+    kinds = {example.fields["price"]: world.kind_of(example).make for example in made}
     assert kinds == {0: Shop, 1: Other}
     with pytest.raises(ConfigError):
-        world.class_of(Example("", fields={"environment": "none"}))
+        world.kind_of(Example("", fields={"environment": "none"}))
+
+
+# --- what users give -----------------------------------------------------------------------------
+
+
+def search(word: str) -> str:
+    """Search songs."""
+    return "a song"
+
+
+def same_name(of: object) -> Any:
+    """Another function or class of the same name."""
+    if isinstance(of, type):
+        return type(of.__name__, (of,), {})
+
+    def search(word: str) -> str:
+        return "a book"
+
+    return search
+
+
+class Library(Quiz):
+    def search(self, word: str) -> str:
+        return "a shelf"
+
+    def _sort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("environment", "tools"),
+    [
+        (None, [search, same_name(search)]),
+        (Library, [search]),
+        ({"a": Game, "b": Library}, [search]),
+        ({"a": Game, "b": same_name(Game)}, []),
+    ],
+)
+def test_two_things_of_one_name_are_refused(environment: Any, tools: list[Any]) -> None:
+    with pytest.raises(ConfigError):
+        EnvironmentSet.of(environment, tools)
+
+
+def test_one_thing_may_have_two_names_or_be_given_twice() -> None:
+    assert list(EnvironmentSet.of({"a": Game, "b": Game}).parts) == ["Game"]
+    assert list(EnvironmentSet.of(None, [search, search]).tools) == ["search"]
+    assert list(EnvironmentSet.of(None, search).tools) == ["search"]
+    assert list(EnvironmentSet.of({"a": Library, "b": Game}).kinds) == ["a", "b"]
+    assert list(EnvironmentSet.of(Library).tools_of(Library())) == ["search"]
+
+
+def test_classes_of_one_name_in_two_files_are_refused(tmp_path: Path) -> None:
+    files = [tmp_path / "one.py", tmp_path / "two.py"]
+    for file in files:
+        file.write_text("class Walk:\n    def reset(self): ...\n")
+    one, two = (f"{file}:Walk" for file in files)
+    assert list(EnvironmentSet.load(f"{one},{one}").kinds) == ["Walk"]
+    with pytest.raises(ConfigError):
+        EnvironmentSet.load(f"{one},{two}")
+
+
+def test_the_schema_of_a_tool_is_shown_once() -> None:
+    own, other = Tool("search", search).schema, Tool("weather", weather).schema
+    for row in (own, own["function"]):
+        example = Example("a", tools=[other, row])
+        task = Mock(spec=minigrpo.Task, train=lambda number, example=example: example)
+        asked = TurnTask(task, EnvironmentSet.of(None, [search]), 0).train(0)
+        assert asked.tools == [other, own]
+
+
+class Sized:
+    """A game of a given length."""
+
+    closed = 0
+
+    def __init__(self, size: int = 3) -> None:
+        self.left = size
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.left -= 1
+        return "more", 0.0, self.left == 0
+
+    def get_reward(self) -> float:
+        return 7.0 - self.left
+
+    def close(self) -> None:
+        Sized.closed += 1
+
+
+def two_turns() -> Sized:
+    return Sized(2)
+
+
+async def later() -> Sized:
+    return Sized(2)
+
+
+@pytest.mark.parametrize("make", [two_turns, lambda: Sized(2), partial(Sized, size=2), later])
+def test_a_callable_makes_environments(make: Callable[[], Any]) -> None:
+    """One is made at the start, to see what it has, and is closed at once."""
+    before = Sized.closed
+    world = EnvironmentSet.of(make)
+    assert Sized.closed == before + 1
+    assert list(world.kinds) == list(world.parts) == ["Sized"]
+    episode = Episode(world, Example(""))
+    assert episode.answer("a") and not episode.over
+    assert episode.answer("b") and episode.over and episode.score() == 7
+    with pytest.raises(ConfigError):  # one object cannot serve many completions
+        EnvironmentSet.of(Sized())
+
+
+def with_timeout(timeout_s: Any) -> type[Quiz]:
+    return type("Timed", (Quiz,), {"timeout_s": timeout_s})
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, "10", math.nan, math.inf, None])
+def test_a_deadline_is_a_positive_number(timeout_s: Any) -> None:
+    for given in (with_timeout(timeout_s), lambda: with_timeout(timeout_s)()):
+        with pytest.raises(ConfigError):
+            EnvironmentSet.of(given)
+    assert EnvironmentSet.of(with_timeout(3)).kinds["Timed"].timeout_s == 3
+
+
+def hangs() -> None:
+    time.sleep(60)
+
+
+hangs.timeout_s = 0.1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [hangs, sys.exit, lambda x: x, Mock(spec=[])])
+def test_what_makes_no_environment_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError):
+        EnvironmentSet.of(make)
+
+
+class Called:
+    def __call__(self, word: str) -> str:
+        return word
+
+
+def of_places(word: str, /) -> str:
+    return word
+
+
+def of_many(*words: str) -> str:
+    return ""
+
+
+def of_unknown(word: Called) -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        *(Called(), Called, partial(search, word="a"), lambda word: word, len),
+        *(of_places, of_many, of_unknown, Tool("search", search).schema),
+    ],
+)
+def test_what_a_model_cannot_call_is_refused_as_a_tool(tool: Any) -> None:
+    with pytest.raises(ConfigError):
+        EnvironmentSet.of(None, [tool])
+
+
+def test_a_method_that_a_model_cannot_call_is_refused() -> None:
+    class Odd(Quiz):
+        def look(self, *places: str) -> str:
+            return ""
+
+    with pytest.raises(ConfigError):
+        begun(EnvironmentSet.of(Odd)).train(0)
+
+
+class Client:
+    """It works in the loop of its first call only, as clients of HTTP do."""
+
+    loop: Any = None
+
+    async def get(self, word: str) -> str:
+        """Get a word."""
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert asyncio.get_running_loop() is self.loop
+        await asyncio.sleep(0)
+        return word
+
+
+def test_all_calls_await_in_one_loop() -> None:
+    client = Client()
+    closed = []
+
+    class Waits:
+        async def reset(self) -> str:
+            return await client.get("Go.")
+
+        async def step(self, text: str) -> tuple[str, float, bool]:
+            return await client.get(text), 0.0, False
+
+        async def get_reward(self) -> float:
+            return float(await client.get("3"))
+
+        async def close(self) -> None:
+            closed.append(await client.get("x"))
+
+    tools = {"get": Tool("get", client.get)}
+    for word in ("a", "b"):
+        assert result_of(tools, "get", {"word": word})["content"] == word
+    world = EnvironmentSet.of(Waits)
+    example = begun(world, {"prompt": "a"}, {"prompt": "b"}).held_out(0)
+    assert example.prompt.endswith("Go.") and closed == ["x"]
+    episode = played(world, example, "b")
+    assert episode.messages[-1]["content"] == "b" and episode.score() == 3
+    episode.session.close()
+    assert closed == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        *((None, ""), ("a", "a"), (0, "0"), (2.5, "2.5"), (False, "False"), ([], "")),
+        *((np.arange(3), "[0 1 2]"), (np.int64(4), "4"), (torch.tensor(4), "tensor(4)")),
+        *(([1, 2], "[1, 2]"), ((1, 2, 3), "(1, 2, 3)"), ({"x": 1}, "{'x': 1}")),
+        *((("a", {}), "a"), ((0, {"x": 1}), "0")),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+    ],
+)
+def test_what_an_environment_says_becomes_a_text(said: Any, text: str) -> None:
+    class Says:
+        def reset(self) -> Any:
+            return said
+
+        def step(self, text: str) -> Any:
+            return said, 0.0, True
+
+    world = EnvironmentSet.of(Says)
+    example = begun(world, {"prompt": "Now: "}, {"prompt": "So: "}).held_out(0)
+    assert example.prompt.partition(": ")[2] == text
+    assert Episode(world, example).answer("x")[0]["content"] == text
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "said", [MESSAGE, [MESSAGE], [{"type": "image", "url": "a"}], [object()], b"a", object()]
+)
+def test_what_is_no_text_is_refused(said: Any) -> None:
+    with pytest.raises(TypeError):
+        as_text(said)
 
 
 def leaves() -> None:
@@ -569,7 +826,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(folder: Path, out: Path, **changes: Any) -> Any:
     settings = {**TINY, "reward_weights": {}, "max_new_tokens": 60, "model": str(folder)}
-    return minigrpo.train(environment=Echo, out_dir=str(out), quiet=True, **{**settings, **changes})
+    settings |= {"environment": Echo, "out_dir": str(out), "quiet": True}
+    return minigrpo.train(**{**settings, **changes})
 
 
 def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
@@ -670,6 +928,146 @@ def test_an_environment_that_hangs_fails_its_dialogue_alone(folder: Path, tmp_pa
     worst = min(a for a, b in zip(answered, failed, strict=True) if not b)
     values = [worst if b else a for a, b in zip(answered, failed, strict=True)]
     assert graded.rewards.total[0].tolist() == values
+
+
+class Held(Echo):
+    """Remembers which environments were closed, and how often."""
+
+    made: ClassVar[list["Held"]] = []
+
+    def __init__(self) -> None:
+        self.done = list[str]()
+        Held.made.append(self)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        if len(text) % 4 == 0:
+            sys.exit(0)
+        return super().step(text)
+
+    def get_reward(self) -> float:
+        self.done.append("reward")
+        return 1.0
+
+    def close(self) -> None:
+        self.done.append("close")
+        if len(Held.made) % 3 == 0:
+            raise OSError("gone")
+
+
+def test_every_environment_is_closed_once_after_its_reward(folder: Path, tmp_path: Path) -> None:
+    """Whether it is scored, fails, or only asks; and whatever `close` does."""
+    Held.made.clear()
+    run = trained(folder, tmp_path, environment=Held, max_steps=2)
+    assert run.summary["status"] == "finished" and max(run.metrics["rewards/Held/failures"]) > 0
+    endings = {tuple(environment.done) for environment in Held.made}
+    assert endings == {("close",), ("reward", "close")}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_ends_a_batch_closes_its_environments(
+    error: type[BaseException], folder: Path, tmp_path: Path
+) -> None:
+    run = trained(folder, tmp_path, environment=Held, max_steps=1).trainer
+    examples = [run.task.train(i) for i in range(4)]
+    Held.made.clear()
+    dialogues = run.sampler.dialogues
+    effects = chain(repeat(DEFAULT, 20), [error], repeat(DEFAULT))
+    dialogues.replies = Mock(wraps=dialogues.replies, side_effect=effects)
+    with nullcontext() if error is torch.OutOfMemoryError else pytest.raises(error):
+        run.source.roll_out(examples, 5)
+    assert Held.made and all(environment.done.count("close") == 1 for environment in Held.made)
+
+
+class Stuck:
+    """Hangs in its turns until it is closed, or while it is made."""
+
+    timeout_s = 0.2
+    made: ClassVar[list["Stuck"]] = []
+    slow_to_make = False
+
+    def __init__(self) -> None:
+        self.free, self.closed = Event(), 0
+        if Stuck.slow_to_make:
+            time.sleep(0.6)
+        Stuck.made.append(self)
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self.free.wait(60)
+        return "", 0.0, True
+
+    def close(self) -> None:
+        self.closed += 1
+        self.free.set()
+
+
+@pytest.mark.parametrize("slow_to_make", [False, True])
+def test_closing_ends_what_hangs(slow_to_make: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that is made too late is closed by the thread that made it."""
+    monkeypatch.setattr(Stuck, "slow_to_make", slow_to_make)
+    Stuck.made.clear()
+    tokenizer = load_tokenizer("chess")
+    dialogues = Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Stuck), tokenizer, print)
+    dialogues.begin([Example("")], 2)
+    episodes = dialogues.episodes
+    for sequence in (0, 1):
+        dialogues.submit(sequence, [1])
+    while not all(episode.error for episode in episodes):
+        dialogues.replies(wait=True)
+    dialogues.close()
+    tiny.wait_until(lambda: [environment.closed for environment in Stuck.made] == [1, 1])
+    with suppress(RuntimeError):
+        episodes[0].begin()  # a call that comes too late makes no other
+    assert len(Stuck.made) == 2
+
+
+class Unsure:
+    """Its `reset` works until something breaks."""
+
+    timeout_s = 0.3
+    broken = ""
+
+    def reset(self, **row: Any) -> str:
+        if Unsure.broken == "hangs":
+            time.sleep(60)
+        if Unsure.broken == "leaves":
+            sys.exit(0)
+        return "Go."
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+@pytest.mark.parametrize("how", ["hangs", "leaves"])
+def test_a_prompt_that_cannot_be_made_ends_the_run_which_can_go_on(
+    how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(step: int, metrics: Any) -> None:
+        monkeypatch.setattr(Unsure, "broken", how if step >= 2 else "")
+
+    given = {"environment": Unsure, "max_steps": 6, "eval_every": 0}
+    with pytest.raises(RunFailed):
+        trained(folder, tmp_path, callbacks=[breaks], **given)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and 2 <= summary["step"] < 6
+    with pytest.raises(RunFailed):
+        trained(folder, tmp_path, resume="auto", **given)
+    monkeypatch.setattr(Unsure, "broken", "")
+    assert trained(folder, tmp_path, resume="auto", **given).summary["step"] == 6
+
+
+def test_a_command_whose_environment_exits_ends_with_1(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "walk.py"
+    file.write_text(
+        "import sys\n"
+        "class Walk:\n"
+        "    def reset(self): sys.exit(0)\n"
+        "    def step(self, text): return '', 1.0, True\n"
+    )
+    words = f"train --environment {file}:Walk --model {folder} --out-dir {tmp_path}/run --max-steps"
+    words += " 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 8 --eval-size 2"
+    assert run_command(*words.split()) == 1
 
 
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_worker_process_unpickles_its_functions(whole: Path, kind: str) -> Non
 
 def test_postponed_annotations_are_the_types_of_tools(whole: Path) -> None:
     environments = EnvironmentSet.load(f"{whole}:Walk")
-    walk = environments.classes["Walk"]()
+    walk = environments.kinds["Walk"].make()
     walk.reset()
     add = environments.tools_of(walk)["add"]
     properties = add.schema["function"]["parameters"]["properties"]

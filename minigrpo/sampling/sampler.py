@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -98,7 +98,8 @@ class Sampler:
                 return generation.run()
 
         most = min(batch_size or len(examples), len(examples))
-        completions = self.backoffs[num_samples].run(completed, most).to("cpu")
-        if dialogues is not None:
-            return completions, dialogues.finish(completions)
-        return completions, decode(self.tokenizer, completions)
+        with closing(dialogues) if dialogues is not None else nullcontext():
+            completions = self.backoffs[num_samples].run(completed, most).to("cpu")
+            if dialogues is not None:
+                return completions, dialogues.finish(completions)
+            return completions, decode(self.tokenizer, completions)

@@ -15,14 +15,12 @@ from ..model.chat import Message
 from ..model.encoding import template_args
 from ..model.tokenizer import Tokenizer
 from ..rewards import as_numbers
-from ..runtime.pool import Pool
+from ..runtime.pool import Pool, finished
 from ..runtime.watchdog import UNMARKED, Watchdog
 from ..types import Completions, ConfigError, Dialogue, Example, Warn
 from ..userfiles import place_of
-from .environments import EnvironmentSet, is_game, reset
+from .environments import EnvironmentKind, EnvironmentSet, Session, as_text, is_game, reset
 from .tools import CALL_ID, FORMS, CallForm, calls_of, result_of
-
-TIMEOUT_S = 10.0  # of a turn; a class may have a timeout_s of its own
 
 
 @dataclass(eq=False)
@@ -31,7 +29,6 @@ class Episode:
 
     environments: EnvironmentSet
     example: Example
-    environment: Any = None  # made when it is first needed: the prompt has what it says first
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)  # what the policy said
     num_tokens: int = 0  # of the completion before the turn in work
@@ -42,47 +39,53 @@ class Episode:
     final: float | None = None  # what it is worth at the end; None: does not concern the row
     error: str = ""  # what the environment raised, or that it took too long
 
-    @property
-    def kind(self) -> type[Any]:
-        return self.environments.class_of(self.example)
+    def __post_init__(self) -> None:
+        self.session = Session(self.kind.make, self.kind.timeout_s)
 
-    def submit(self, pool: Pool, key: Hashable, function: Callable[[], object]) -> None:
-        timeout_s = getattr(self.kind, "timeout_s", TIMEOUT_S)
-        about = f"environment {self.kind.__name__}: {self.example.prompt!r} -> {self.turns}"
-        pool.submit(key, function, timeout_s, about)
+    @property
+    def kind(self) -> EnvironmentKind:
+        return self.environments.kind_of(self.example)
+
+    def submit(
+        self, pool: Pool, key: Hashable, function: Callable[[], object], method: str = ""
+    ) -> None:
+        about = f"environment {self.kind.name}{method}: {self.example.prompt!r} -> {self.turns}"
+        pool.submit(key, function, self.kind.timeout_s, about)
 
     def begin(self) -> Any:
-        """The environment, made if there is none yet."""
-        if self.environment is None:
-            self.environment = self.kind()
-            said = reset(self.environment, self.example)
+        """The environment, made if there is none yet: the prompt has what it says first."""
+        if self.session.environment is None:
+            environment = self.session.begin()
+            said = reset(environment, self.example, self.kind.timeout_s)
             messages = self.example.messages
             asking = [message["content"] for message in messages if message["role"] != "assistant"]
             if not [self.example.prompt, *asking][-1].endswith(said):
                 raise ValueError("reset must say the same to all completions of a prompt")
-        return self.environment
+        return self.session.environment
 
     def answer(self, text: str, form: CallForm | None = None) -> list[Message]:
         """What the environment answers to a turn; nothing, if it calls no tool in this form."""
         environment = self.begin()
+        timeout_s = self.kind.timeout_s
         if not is_game(environment):
             tools = self.environments.tools_of(environment)
-            return [result_of(tools, name, arguments) for name, arguments in calls_of(text, form)]
-        observation, reward, done, *more = environment.step(text)
+            calls = calls_of(text, form)
+            return [result_of(tools, name, arguments, timeout_s) for name, arguments in calls]
+        observation, reward, done, *more = finished(environment.step(text), timeout_s)
         self.reward += float(reward)
         # Gymnasium's five are observation, reward, terminated, truncated, info
         self.over = bool(done or (len(more) == 2 and more[0]))
-        return [{"role": "user", "content": str(observation)}]
+        return [{"role": "user", "content": as_text(observation)}]
 
     def score(self) -> float | None:
         final = getattr(self.begin(), "get_reward", None)
-        reward = final() if final else self.reward
+        reward = finished(final(), self.kind.timeout_s) if final else self.reward
         return None if reward is None else float(as_numbers(reward, ()))
 
     def dialogue(self) -> Dialogue:
         """The text of the last turn, with the messages and the reward of the whole dialogue."""
         reward = math.nan if self.error else self.final
-        rewards = {name: reward for name in self.environments.parts if name == self.kind.__name__}
+        rewards = {name: reward for name in self.environments.parts if name == self.kind.name}
         return Dialogue(
             self.turns[-1],
             messages=self.messages,
@@ -105,26 +108,27 @@ class Dialogues:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a chat template that cannot write answers."""
-        self.has_warned = False
+        self.warned = set[str]()  # what a warning was about
         self.pool = Pool(0, self.watchdog)
         self.episodes: list[Episode] = []
         self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         self.call_form: CallForm | None = None
         tokenizer = self.tokenizer
-        for kind in self.environments.classes.values():
-            if not (is_game(kind) or tokenizer.chat):
+        for kind in self.environments.kinds.values():
+            game = is_game(kind.shown)
+            if not (game or tokenizer.chat):
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            said = {"role": "user", "content": "A"} if is_game(kind) else result_of({}, "tool", {})
+            said = {"role": "user", "content": "A"} if game else result_of({}, "tool", {})
             self.encode(json.dumps([said]))
-            if self.environments.tools_of(kind()):
+            if self.environments.tools_of(kind.shown):
                 self.call_form = call_form(tokenizer)
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
+        self.close()
         self.episodes = [
             Episode(self.environments, example) for example in examples for _ in range(num_samples)
         ]
-        self.pool.close()
         self.pool = Pool(self.config.speed.num_reward_workers, self.watchdog)
 
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
@@ -160,6 +164,29 @@ class Dialogues:
         size = completions.completion_ids.shape[1]
         return [texts[start : start + size] for start in range(0, len(texts), size)]
 
+    def close(self) -> None:
+        """Close the environments of the batch, when the calls in work have ended or are late."""
+        for episode in self.episodes:
+            episode.session.is_over = True  # for calls that have not begun
+        for _ in self.pool.all():
+            pass
+        for episode in self.episodes:
+            if hasattr(episode.session.environment, "close"):
+                # a late `score` may still hold the key of the episode
+                key = (episode, "close")
+                episode.submit(self.pool, key, episode.session.close, ".close")
+        for (episode, _), _, error in self.pool.all():
+            if error:
+                said = f"{place_of(error)}{error!r:.200}"
+                self._warn_once("close", f"environment {episode.kind.name}.close: {said}")
+        self.pool.close()
+        self.episodes = []
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self.warned:
+            self.warned.add(about)
+            self.warn(text)
+
     def _take_turn(self, episode: Episode, ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(ids[episode.num_tokens :])
         episode.messages.append({"role": "assistant", "content": text})
@@ -174,18 +201,16 @@ class Dialogues:
         """Add an answer to the messages; return its tokens if the dialogue goes on after it."""
         episode.messages += messages
         ids: list[int] = []
-        try:
-            if error:
-                raise error
-            if messages and not episode.over:
-                args = template_args(episode.example)
+        if messages and not (error or episode.over):
+            args = template_args(episode.example)
+            try:
                 ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
-        except Exception as failure:  # of the environment; or the answer spells a special token
-            episode.error = f"{place_of(failure)}{failure!r:.200}"
-            if not self.has_warned:
-                self.has_warned = True
-                advice = "such a dialogue counts as the worst of its group"
-                self.warn(f"environment: {episode.error}; {advice}")
+            except Exception as refusal:  # the answer spells a special token
+                error = refusal
+        if error:  # of any type: sys.exit() raises SystemExit
+            episode.error = f"{place_of(error)}{error!r:.200}"
+            advice = "such a dialogue counts as the worst of its group"
+            self._warn_once("error", f"environment: {episode.error}; {advice}")
         # there must be room for a turn after the answer
         limits = self.config.sampling
         is_full = episode.num_tokens + len(ids) >= limits.max_new_tokens
