@@ -158,9 +158,9 @@ def is_held_out(question: str, one_in: int = 10) -> bool:
 
 
 def question_of(messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that stands for messages in logs, and whose hash decides the split.
+    """The text that stands for messages in logs: a user's message, or the turns of a dialogue.
 
-    A user's single message has the split of an equal prompt, and other instructions change nothing.
+    It does not tell prompts apart: `whole_question` of data.py does.
     """
     asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
     if asked and asked[-1]["role"] == "assistant":  # the beginning of the answer

@@ -1,7 +1,8 @@
 """Questions from JSONL files or Python: how rows are read, which are held out, in which order.
 
 `--eval-data` is held out whole; without it a tenth of the questions of `--data`, by a hash. A
-question counts once in an evaluation, whatever else its lines say.
+question is all that is asked: the messages, the tools and the template's variables. It counts once
+in an evaluation, whatever else its lines say.
 """
 
 import copy
@@ -27,15 +28,18 @@ from .base import fingerprint, is_held_out, question_of
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a row has
 ANSWERS = ("answer", "completion", "solution")
+# keys of a message that chat templates write, besides calls of tools
+WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
 Record = Mapping[str, Any]  # a row as it was given
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
 class Row(NamedTuple):
-    question: str  # what decides whether two rows ask the same
+    question: str  # tells rows apart that ask something else; the prompt may show less of it
     example: Example
     is_test: bool = False  # held out by its source: a published test split, or the rule of chess
-    extra_key: str = ""  # what an environment reads of it: see `tell_apart`
+    # what else may tell it apart: what an environment reads, or the beginning of the answer
+    extra_key: str = ""  # see `tell_apart`
 
 
 Parse = Callable[[Any], Row]  # what a line holds, whatever it is -> a row; any exception refuses it
@@ -82,12 +86,42 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and isnan(value))
 
 
+def canonical(value: Any) -> Any:
+    """A value whose texts lack what copies differ in: white space, and Unicode's forms."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, Mapping):
+        return {key: canonical(item) for key, item in value.items()}
+    return [canonical(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def question_key(text: str) -> str:
-    """A question without what copies of it differ in: white space, and Unicode's forms."""
-    words = unicodedata.normalize("NFC", text).split()
-    if not words:
+    """A question without what copies of it differ in."""
+    key: str = canonical(text)
+    if not key:
         raise ValueError("the question is empty")
-    return " ".join(words)
+    return key
+
+
+def whole_question(
+    text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
+) -> str:
+    """A text that tells a prompt from others. A plain one, or a user's message alone, is that text.
+
+    `variables` are those of the chat template. What no template writes counts for nothing, such as
+    the id of a message.
+    """
+    asked = []
+    for message in messages or ({"role": "user", "content": text},):
+        written = {key: message[key] for key in WRITTEN if message.get(key)}
+        if calls := message.get("tool_calls"):
+            functions = [call.get("function", call) for call in calls]
+            written["tool_calls"] = [(x.get("name"), x.get("arguments")) for x in functions]
+        asked.append(canonical(written))
+    key = question_key(text)
+    if asked == [{"role": "user", "content": key}] and not (tools or variables):
+        return key
+    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=str)
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -111,14 +145,17 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     default = None if needs_answer else ""
     if messages and messages[-1]["role"] == "assistant" and chats[-1] is not record.get("prompt"):
         default = messages.pop()["content"]
-    question = question_of(messages) or text_of(record, QUESTIONS)
+    text = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
     if not needs_answer:  # nothing reads what is no text
         keys = [key for key in keys if isinstance(record.get(key), str | Number)]
     answer = text_of(record, keys, default)
     tools = tools_of(record)
-    example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
-    return Row(question, example)
+    # the beginning of the answer asks nothing
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
+    example = Example(text, answer, messages=tuple(messages), fields=record, tools=tools)
+    return Row(question, example, extra_key="".join(x["content"] for x in messages[len(asked) :]))
 
 
 parse_any = partial(parse_pair, needs_answer=False)
@@ -161,8 +198,8 @@ def tools_of(record: Record) -> list[Record] | None:
 def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
     """The rows of --data and --eval-data; where questions are few, with what else differs in them.
 
-    All rows of an environment may ask the same, such as "Find the way out", and differ in what it
-    reads. Where there are questions enough, the split is the same as without an environment.
+    All rows may ask the same, such as "Find the way out", and differ in what an environment reads,
+    or in the beginning of the answer. Where there are questions enough, neither changes the split.
     """
     if len({row.question for rows in sides for row in rows}) >= 10:  # of fewer, a tenth may be none
         return sides
@@ -187,6 +224,9 @@ class Rows(Task):
         self.num_train = len(trained)
         self.num_held_out = len(evaluated)
         self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
+        num_copies = len(rows) + len(eval_rows) - len(trained) - len(evaluated)
+        if num_copies:
+            self.about += f"; {num_copies} more rows ask one of these, and are left out"
         if not evaluated or (data and not trained):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
         self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
