@@ -247,6 +247,37 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_all_bad_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    bad = write(tmp_path / "a.jsonl", [*SUMS[:40], *[{"answer": "1"}] * 17, *SUMS[40:]])
+    good = write(tmp_path / "b.jsonl", SUMS)
+    for data, eval_data in (((bad,), ()), ((good,), (bad,))):
+        with pytest.raises(ConfigError) as error:
+            rows_in(*data, eval_data=eval_data)
+        said = str(error.value)
+        assert "17 of 417" in said and f"{bad}, line 41:" in said and "\n" not in said
+
+
+HALF = "so \ud83d"  # of an emoji's two halves in JSON
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": HALF, "answer": ""},
+        {"prompt": "a", "answer": HALF},
+        {"prompt": [{"role": "user", "content": HALF}], "answer": ""},
+        {"prompt": "a", "answer": "", "notes": [{"by": HALF}]},
+    ],
+)
+def test_half_a_character_is_refused_with_its_row(row: dict[str, Any], tmp_path: Path) -> None:
+    rows = [*SUMS[:40], row]
+    for given in (rows, write(tmp_path / "a.jsonl", rows)):
+        with pytest.raises(ConfigError) as error:
+            Rows(0, (given,), ())
+        assert "41" in str(error.value)
+        str(error.value).encode()  # it can be printed
+
+
 def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
     """With or without a byte order mark, and with what `str.splitlines` takes for a line's end."""
     path = tmp_path / "a.jsonl"
@@ -428,11 +459,12 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     assert parse_any(plain(changed)).question != parse_any(plain(record)).question
 
 
-def test_the_longest_examples_are_known(tmp_path: Path) -> None:
-    long = [{"prompt": "1" * 1000, "answer": "2"}, {"prompt": "3", "answer": "x" * 900}]
-    rows = rows_in(write(tmp_path / "a.jsonl", [*SUMS[:50], *long, *SUMS[50:]]))
-    assert {example.prompt[0] for example in rows.longest(2)} == {"1", "3"}
-    assert len(rows.longest(10_000)) == 402
+def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*SUMS, *SUMS])
+    rows = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", SUMS[:50]),))
+    known = [rows.known(i) for i in range(rows.num_known)]
+    asked = [row["prompt"] for row in (*SUMS[50:], *SUMS[50:], *SUMS[:50])]
+    assert [example.prompt for example in known] == asked
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ class Generated(Task):
 class SourceTask(Task):
     """A task that has its examples from another one, and adds `parts` and `score`."""
 
-    inherited: Sequence[str] = ("about", "num_held_out", "questions", "speculate")  # of `source`
+    # of `source`
+    inherited: Sequence[str] = ("about", "num_held_out", "num_known", "questions", "speculate")
 
     def __init__(self, source: Task) -> None:
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
@@ -56,8 +57,8 @@ class SourceTask(Task):
     def held_out(self, number: int) -> Example:
         return self.ask(self.source.held_out(number), number, "held-out")
 
-    def longest(self, number: int) -> Sequence[Example]:
-        return [self.ask(x, x.index, "longest") for x in self.source.longest(number)]
+    def known(self, number: int) -> Example:
+        return self.ask(self.source.known(number), number, "known")
 
 
 class ChangedTask(SourceTask):

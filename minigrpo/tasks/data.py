@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import lru_cache, partial
-from heapq import nlargest
 from math import isnan
 from numbers import Number
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from ..errors import refusing
+from ..errors import collecting, refuse_rows, refusing
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -67,7 +66,10 @@ def plain(value: Any, of_pandas: bool = False) -> Any:
 
     Tables write null where a row lacks what others have. What is neither numpy's nor a date, such
     as an image, stays. `of_pandas`: inside an array of objects, where whole numbers may be floats.
+    Raises UnicodeEncodeError for half a character, which JSON can spell, and no tokenizer reads.
     """
+    if isinstance(value, str):
+        value.encode()
     if isinstance(value, Mapping):
         items = ((key, plain(item, of_pandas)) for key, item in value.items())
         return {key: item for key, item in items if not is_missing(item)}
@@ -214,14 +216,20 @@ class Rows(Task):
         self.seed = seed
         self.parse = parse
 
-        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data))
+        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data, "eval_data"))
         evaluated: dict[str, Example] = {}  # question -> its first row
         for row in eval_rows if eval_data else self.choose_held_out(rows):
             evaluated.setdefault(row.question, row.example)
         trained = [row for row in rows if row.question not in evaluated]
         self._train = [row.example for row in trained]
         self._held_out = list(evaluated.values())
+        self._known = [  # without copies of what is evaluated
+            row.example
+            for row in (*rows, *eval_rows)
+            if evaluated.get(row.question, row.example) is row.example
+        ]
         self.num_train = len(trained)
+        self.num_known = len(self._known)
         self.num_held_out = len(evaluated)
         self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
         num_copies = len(rows) + len(eval_rows) - len(trained) - len(evaluated)
@@ -231,21 +239,24 @@ class Rows(Task):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
         self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
 
-    def read(self, files: Files) -> list[Row]:
-        """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
+    def read(self, files: Files, argument: str = "data") -> list[Row]:
+        """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
         rows = []
+        errors = list[str]()
         for source in files:
-            place = f"{source}, line" if isinstance(source, Path) else "the data, row"
+            place = f"{source}, line" if isinstance(source, Path) else f"{argument}, row"
             # as bytes: in a text, U+2028 would end a line too
             lines = source.read_bytes().splitlines() if isinstance(source, Path) else source
             for number, line in enumerate(lines, 1):
                 if isinstance(line, bytes) and not line.strip():
                     continue
-                with refusing(f"{place} {number}"):  # a line may hold anything
+                # a line may hold anything
+                with collecting(errors), refusing(f"{place} {number}"):
                     record = plain(json.loads(line) if isinstance(line, bytes) else line)
                     row = self.parse(record)
                     example = replace(row.example, place=f"{place} {number}")
                     rows.append(row._replace(question=question_key(row.question), example=example))
+        refuse_rows(errors, len(rows) + len(errors))
         return rows
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -264,10 +275,9 @@ class Rows(Task):
     def held_out(self, number: int) -> Example:
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
-    def longest(self, number: int) -> Sequence[Example]:
-        return nlargest(
-            number, self._train + self._held_out, lambda x: len(f"{x.prompt}{x.messages}{x.answer}")
-        )
+    def known(self, number: int) -> Example:
+        """Example `number` of those that are used, in the order of the files."""
+        return self._known[number]
 
 
 @lru_cache(maxsize=4)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..errors import refusing
+from ..model.chat import Tool as Schema
 from ..model.chat import extended
 from ..runtime.rng import stream
 from ..task import Task
@@ -94,12 +96,17 @@ class EnvironmentSet:
 
 def reset(environment: Any, example: Example) -> str:
     """What an environment says first; of Gymnasium's (observation, info) the former."""
-    row = copy.deepcopy(example.fields)  # an episode may empty a list in it
-    named = inspect.signature(environment.reset).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
-        row = {name: value for name, value in row.items() if name in named}
-    said = environment.reset(**row) or ""
+    row = arguments_of(inspect.signature(environment.reset), example)
+    said = environment.reset(**copy.deepcopy(row)) or ""  # an episode may empty a list in it
     return str(said[0]) if isinstance(said, tuple) else said
+
+
+def arguments_of(reset: inspect.Signature, example: Example) -> Mapping[str, Any]:
+    """The keys of a row that `reset` takes."""
+    named = reset.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+        return example.fields
+    return {name: value for name, value in example.fields.items() if name in named}
 
 
 class TurnTask(ChangedTask):
@@ -121,3 +128,23 @@ class TurnTask(ChangedTask):
         tools = self.environments.tools_of(environment).values()
         schemas = [*(example.tools or ()), *(tool.schema for tool in tools)]
         return replace(example, messages=messages, tools=schemas)
+
+    def known(self, number: int) -> Example:
+        """A row as it is asked, but for what its environment says first: to reset may take long."""
+        example = self.source.known(number)
+        example = replace(example, fields={"seed": 0, **example.fields})
+        reset, schemas = self.described[self.environments.class_of(example)]
+        with refusing(example.label):
+            reset.bind(**arguments_of(reset, example))
+        return replace(example, tools=[*(example.tools or ()), *schemas])
+
+    @cached_property
+    def described(self) -> Mapping[type[Any], tuple[inspect.Signature, Sequence[Schema]]]:
+        """What the `reset` of each environment takes, and the schemas of its tools."""
+        described = {}
+        for kind in self.environments.classes.values():
+            environment = kind()
+            tools = self.environments.tools_of(environment).values()
+            schemas = [tool.schema for tool in tools]
+            described[kind] = (inspect.signature(environment.reset), schemas)
+        return described
