@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -465,6 +466,35 @@ def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Pa
     known = [rows.known(i) for i in range(rows.num_known)]
     asked = [row["prompt"] for row in (*SUMS[50:], *SUMS[50:], *SUMS[:50])]
     assert [example.prompt for example in known] == asked
+
+
+class Endless:
+    """A data set as torch has it, which makes a row for any number."""
+
+    def __init__(self) -> None:
+        self.read = list[int]()
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        self.read.append(number)
+        return {"prompt": f"{number}"}
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 300
+
+
+def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigrpo.tasks.data.MOST_ROWS", 200)
+    made = ({"prompt": f"{number}"} for number in range(10**9))
+    endless = Endless()
+    for given in ({"data": made}, {"data": SUMS, "eval_data": endless}):
+        with pytest.raises(ConfigError):
+            Given.of(**given)
+    assert int(next(made)["prompt"]) == 201 and endless.read == [*range(201)]
+    # what says how many rows it has, has no bound, and is read to there
+    assert len(rows_of("data", Sized())) == 300 and len(rows_of("data", SUMS)) == 400
+    assert len(rows_of("data", islice(made, 200))) == 200
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import lru_cache, partial
+from itertools import islice
 from math import isnan
 from numbers import Number
 from pathlib import Path
@@ -29,6 +30,7 @@ QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first t
 ANSWERS = ("answer", "completion", "solution")
 # keys of a message that chat templates write, besides calls of tools
 WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
+MOST_ROWS = 1_000_000  # of what does not say how many it has
 Record = Mapping[str, Any]  # a row as it was given
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
@@ -54,11 +56,21 @@ def rows_of(name: str, data: Any) -> list[Record]:
     for read in ("to_dicts", "to_pylist"):  # of polars, of pyarrow
         rows = getattr(data, read)() if hasattr(data, read) else rows
     is_series = isinstance(rows, Iterable) or getattr(rows, "__getitem__", None)
-    rows = list(rows) if is_series and not isinstance(rows, Mapping) else [None]
-    if not all(isinstance(row, Mapping) for row in rows):
-        forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
-        raise ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
-    return [dict(row) for row in rows]
+    forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
+    refusal = ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
+    if isinstance(rows, Mapping) or not is_series:
+        raise refusal
+    found = list[Record]()
+    # what answers to any number, such as torch's Dataset, goes on after its length
+    length = len(rows) if hasattr(rows, "__len__") else None
+    for row in islice(rows, length):
+        if not isinstance(row, Mapping):
+            raise refusal
+        if length is None and len(found) == MOST_ROWS:
+            said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
+            raise ConfigError(f"{name}: over {MOST_ROWS:,} rows, {said}")
+        found.append(dict(row))
+    return found
 
 
 def plain(value: Any, of_pandas: bool = False) -> Any:
