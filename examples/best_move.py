@@ -60,7 +60,7 @@ class BestMove(Rows):
     def __init__(self, seed: int, data: Sequence[Path], eval_data: Sequence[Path] = ()) -> None:
         super().__init__(seed, data, eval_data, parse_line)
 
-    def read(self, files: Sequence[Path]) -> list[Row]:
+    def read(self, files: Sequence[Path], argument: str = "data") -> list[Row]:
         """One row of each line, in place of the rows of JSONL files."""
         return [parse_line(line) for path in files for line in path.read_text().splitlines()]
 

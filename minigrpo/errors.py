@@ -22,3 +22,20 @@ def refusing(what: object) -> Iterator[None]:
     except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{what}: {kind}{error!s:.500}") from None
+
+
+@contextmanager
+def collecting(errors: list[str]) -> Iterator[None]:
+    """Keep a ConfigError about a row for `refuse_rows`."""
+    try:
+        yield
+    except ConfigError as error:
+        errors.append(str(error))
+
+
+def refuse_rows(errors: list[str], total: int) -> None:
+    """Raise one ConfigError for all rows, of so many, that cannot be used."""
+    if len(errors) > 1:
+        raise ConfigError(f"{len(errors)} of {total} rows cannot be used; first {errors[0]}")
+    if errors:
+        raise ConfigError(errors[0])

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 
 from .config import LOSS_NAMES, Config
+from .errors import collecting, refuse_rows
 from .evaluate import held_out
 from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model import lora
-from .model.encoding import encode_pairs, encode_prompts, messages_of, template_args
+from .model.encoding import check_prompt, encode_answer, messages_of, template_args
 from .model.frozen_model import FrozenModel, with_context
 from .model.hf import SHAPES, WEIGHTS, base_of, hub_folder, lineage, read_model_shape
 from .model.packing import PACKINGS
@@ -40,7 +40,8 @@ from .userfiles import load_name
 
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
-CHECKED = 16  # examples of each split that are encoded before a run starts, and 4 x of the longest
+# examples of each split that are made and encoded before a run starts, besides all known ones
+CHECKED = 16
 
 
 @dataclass(frozen=True)
@@ -277,28 +278,48 @@ class Parts:
 
     def check_examples(self) -> None:
         """Raise ConfigError for examples that do not fit the model, before a run gets to them."""
-        config = self.config
-        if config.task.eval_data and not config.task.data:
+        settings = self.config.task
+        if settings.eval_data and not settings.data:
             raise ConfigError("--eval-data needs --data, the files to train on")
-        examples = [self.task.train(i) for i in range(CHECKED)]
-        examples += held_out(self.task, CHECKED)
-        examples += self.task.longest(4 * CHECKED)
-        context = self.model.shape.context
-        field = config.loss.teacher_context
-        read = [with_context(self.tokenizer, each, field) for each in examples] if field else []
-        encode_prompts(self.tokenizer, examples + read, context - config.sampling.max_new_tokens)
-        if config.supervised:
-            encode_pairs(self.tokenizer, examples, context)
-            if not any(example.answer for example in examples):
-                raise ConfigError("--loss nll learns true answers, and these examples have none")
+        task = self.task
+        examples = list[Example]()
+        errors = list[str]()
+        with self.console.bar("checking rows", task.num_known) as advance:
+            for number in range(task.num_known):
+                with collecting(errors):
+                    example = task.known(number)
+                    if example.prompt or example.messages:  # else its environment asks
+                        self._check_fit(example)
+                    examples.append(example)
+                advance()
+        refuse_rows(errors, task.num_known)
+        made = [*map(task.train, range(CHECKED)), *held_out(task, CHECKED)]
+        for example in made:
+            self._check_fit(example)
+        examples += made
+        if self.config.supervised and not any(example.answer for example in examples):
+            raise ConfigError("--loss nll learns true answers, and these examples have none")
         self._warn_of(examples)
+
+    def _check_fit(self, example: Example) -> None:
+        """Raise ConfigError for an example that does not fit the model, or the teacher."""
+        tokenizer = self.tokenizer
+        context = self.model.shape.context
+        room = context - self.config.sampling.max_new_tokens
+        if field := self.config.loss.teacher_context:
+            check_prompt(tokenizer, with_context(tokenizer, example, field), room)
+        if self.config.supervised:
+            room = min(room, context - len(encode_answer(tokenizer, example, context)))
+        check_prompt(tokenizer, example, room)
 
     def _warn_of(self, examples: Sequence[Example]) -> None:
         """Say what is plausible in examples, and does something else or nothing."""
         tokenizer = self.tokenizer
         for example in examples:
+            if messages_of(tokenizer, example):  # of these it is an error
+                continue
             spelled = [token for token in tokenizer.special if token in example.prompt]
-            if spelled and not messages_of(tokenizer, example):  # of messages it is an error
+            if spelled:
                 said = "stays text. Give messages: the chat template writes its tokens"
                 self.console.warn(f"{example.label}: {spelled[0]} in the prompt {said}")
                 break
@@ -311,7 +332,7 @@ class Parts:
     def digests(self) -> dict[str, str]:
         """What all processes must have alike."""
         examples = [self.task.train(i) for i in range(CHECKED)]
-        examples += self.task.longest(sys.maxsize)  # all, if it knows them
+        examples += map(self.task.known, range(self.task.num_known))
 
         def plain(value: object) -> object:  # objects and sets have no text that is always the same
             return sorted(map(str, value)) if isinstance(value, set) else type(value).__name__

@@ -33,6 +33,7 @@ class Task:
     # the part that is 1 for a right completion; EXACT and REWARD (nothing is right) need no part
     success: str = EXACT
     num_held_out: int | None = None  # distinct evaluation examples; None: endless
+    num_known: int = 0  # examples that `known` gives; 0: endless
     about: str = ""  # what the examples are and how they are scored, printed when a run starts
     token_parts: Sequence[str] = ()  # the parts that `score_tokens` gives
     speculate: bool = False  # whether completions resemble the answer: propose its tokens
@@ -50,9 +51,9 @@ class Task:
         """Evaluation example `number`; training never sees it."""
         raise NotImplementedError
 
-    def longest(self, number: int) -> Sequence[Example]:
-        """Known examples with the most characters: a run first checks that they fit the model."""
-        return ()
+    def known(self, number: int) -> Example:
+        """Example `number` of both splits; a run first checks that all of them fit the model."""
+        raise NotImplementedError
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         """Every part's value for any text; a true answer scores highest."""

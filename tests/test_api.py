@@ -201,11 +201,11 @@ def test_rewards_of_another_form_are_refused() -> None:
         minigrpo.reward(tokens=True)(digits)
 
 
-def checked(model: str, rows: list[Any], **settings: Any) -> Parts:
+def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any) -> Parts:
     """The parts of a run with these rows, which have been checked."""
     config = Config.of(model=model, max_new_tokens=8, task="prompts", **settings)
     config = config.replace(task_args={"judge": "none"})
-    given = Given.of(data=rows, rewards=digits)
+    given = Given.of(data=data, eval_data=eval_data, rewards=digits)
     parts = Parts(resolve(config, given), console=Console(), given=given)
     parts.check_examples()
     return parts
@@ -233,6 +233,24 @@ def test_what_is_refused_late_names_its_row(
     with contextlib.chdir(tmp_path), pytest.raises(ConfigError) as error:
         checked(model, rows, chat_template="own.jinja", **settings)
     assert "row 5" in str(error.value)
+
+
+@pytest.mark.parametrize("split", ["data", "eval_data"])
+@pytest.mark.parametrize(
+    "content",
+    ["\U0001f642\u6f22" * 40, "what is <|im_end|>?"],  # fewer characters than others have
+    ids=["many tokens", "a control token"],
+)
+def test_rows_that_cannot_be_used_are_counted_before_a_run(
+    model: str, content: str, split: str
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"the user asks {i}"}]} for i in range(300)]
+    bad = {"prompt": [{"role": "user", "content": content}]}
+    data = {"data": rows[:200], "eval_data": rows[200:]}
+    data[split] = [*data[split][:90], bad, *data[split][90:], {**bad, "tools": [{"type": "x"}]}]
+    with pytest.raises(ConfigError) as error:
+        checked(model, **data)
+    assert "2 of 302 rows" in str(error.value) and f" {split}, row 91:" in str(error.value)
 
 
 def test_what_rows_say_in_vain_is_warned_of(model: str, capsys: pytest.CaptureFixture[str]) -> None:

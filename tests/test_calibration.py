@@ -96,7 +96,7 @@ def test_messages_ask_for_the_form_and_plain_prompts_stay(tmp_path: Path) -> Non
     assert task.held_out(1).prompt == "39+83=" and not task.held_out(1).messages
     (asked,) = as_chat.held_out(1).messages  # as with --system
     assert asked == {"role": "user", "content": f"39+83={REQUEST}"}
-    assert [x.prompt for x in task.longest(1)] == ["France?"]
+    assert {task.known(i).prompt for i in range(task.num_known)} >= {"France?"}
     assert task.questions is not None and task.num_held_out == 2
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,69 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
     both = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", lines[::30]),))
     kept = {question_key(line["prompt"]) for line in lines[::30]}
     assert both.num_held_out == len(kept) == 10
+    assert "30 more" in both.about  # copies that are left out are reported
     assert not kept & {question_key(x.prompt) for x in splits(both, 270)[0]}
+
+
+def told(document: str, user: str = "Sum it up.", **more: Any) -> dict[str, Any]:
+    messages = [{"role": "system", "content": document}, {"role": "user", "content": user}]
+    return {"prompt": messages, "answer": "", **more}
+
+
+@pytest.mark.parametrize("num_instructions", [1, 12])
+def test_rows_of_one_instruction_differ_by_their_documents(num_instructions: int) -> None:
+    records = [told(f"Report {n}.", f"Task {n % num_instructions}.") for n in range(200)]
+    documents = {record["prompt"][0]["content"] for record in records}
+    alone = Rows(0, (records,), ())
+    assert 10 < alone.num_held_out < 40 and alone.num_train == 200 - alone.num_held_out
+    apart = Rows(0, (records[:150],), (records[150:],))
+    assert (apart.num_train, apart.num_held_out) == (150, 50)
+    for rows in (alone, apart):
+        trained, evaluated = splits(rows, rows.num_train)
+        assert {x.messages[0]["content"] for x in trained + evaluated} == documents
+
+
+def test_a_question_is_the_whole_prompt_without_what_no_template_writes() -> None:
+    user = {"role": "user", "content": "And 2+2?"}
+    call = {"function": {"name": "add", "arguments": {"a": 2}}, "id": "x1"}
+    asked = [
+        [user],
+        [{**user, "name": "Ann"}],
+        [{"role": "system", "content": "Be brief."}, user],
+        [{"role": "system", "content": "Be rude."}, user],
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, user],
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}, user],
+        *(
+            [user, {"role": "assistant", "content": "Wait.", "tool_calls": calls}, user]
+            for calls in ([], [call], [{"function": {**call["function"], "name": "sub"}}])
+        ),
+    ]
+    rows = [{"prompt": messages} for messages in asked]
+    rows += [{**rows[0], "tools": [tool(name)]} for name in ("add", "sub")]
+    rows += [{**rows[0], "chat_template_kwargs": {"think": value}} for value in (True, False)]
+    questions = [question_key(parse_any(plain(row)).question) for row in rows]
+    assert len({*questions}) == len(rows) and questions[0] == "And 2+2?"
+
+    for row, question in zip(rows, questions, strict=True):
+        copied = [
+            {**message, "content": message["content"].replace(" ", "\n "), "id": "x2"}
+            for message in row["prompt"]
+        ]
+        for message in copied:
+            message["tool_calls"] = [{**x, "id": "x2"} for x in message.get("tool_calls", ())]
+        same = parse_any({**row, "prompt": copied, "level": 3})
+        assert question_key(same.question) == question
+    # a plain prompt with tools becomes a user's message
+    assert parse_any({"prompt": "And 2+2?", "tools": [tool("add")]}).question == questions[-4]
+
+
+def test_beginnings_of_answers_tell_rows_apart_where_questions_are_few() -> None:
+    for num_questions, num_held_out in ((1, 200), (20, 20)):
+        records = [
+            {"prompt": [{"role": "user", "content": f"{n % num_questions}?"}, begun(f"It is {n}")]}
+            for n in range(200)
+        ]
+        assert Rows(0, (), (records,), parse_any).num_held_out == num_held_out
 
 
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
@@ -185,6 +248,37 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_all_bad_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    bad = write(tmp_path / "a.jsonl", [*SUMS[:40], *[{"answer": "1"}] * 17, *SUMS[40:]])
+    good = write(tmp_path / "b.jsonl", SUMS)
+    for data, eval_data in (((bad,), ()), ((good,), (bad,))):
+        with pytest.raises(ConfigError) as error:
+            rows_in(*data, eval_data=eval_data)
+        said = str(error.value)
+        assert "17 of 417" in said and f"{bad}, line 41:" in said and "\n" not in said
+
+
+HALF = "so \ud83d"  # of an emoji's two halves in JSON
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": HALF, "answer": ""},
+        {"prompt": "a", "answer": HALF},
+        {"prompt": [{"role": "user", "content": HALF}], "answer": ""},
+        {"prompt": "a", "answer": "", "notes": [{"by": HALF}]},
+    ],
+)
+def test_half_a_character_is_refused_with_its_row(row: dict[str, Any], tmp_path: Path) -> None:
+    rows = [*SUMS[:40], row]
+    for given in (rows, write(tmp_path / "a.jsonl", rows)):
+        with pytest.raises(ConfigError) as error:
+            Rows(0, (given,), ())
+        assert "41" in str(error.value)
+        str(error.value).encode()  # it can be printed
+
+
 def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
     """With or without a byte order mark, and with what `str.splitlines` takes for a line's end."""
     path = tmp_path / "a.jsonl"
@@ -242,7 +336,11 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
     assert parse_any({"prompt": "2+2?", "answer": [4], "solution": 5}).example.answer == "5"
 
 
-BEGUN = {"role": "assistant", "content": "Let me think.\n<think>"}
+def begun(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
+
+
+BEGUN = begun("Let me think.\n<think>")
 
 
 @pytest.mark.parametrize(
@@ -362,11 +460,41 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     assert parse_any(plain(changed)).question != parse_any(plain(record)).question
 
 
-def test_the_longest_examples_are_known(tmp_path: Path) -> None:
-    long = [{"prompt": "1" * 1000, "answer": "2"}, {"prompt": "3", "answer": "x" * 900}]
-    rows = rows_in(write(tmp_path / "a.jsonl", [*SUMS[:50], *long, *SUMS[50:]]))
-    assert {example.prompt[0] for example in rows.longest(2)} == {"1", "3"}
-    assert len(rows.longest(10_000)) == 402
+def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [*SUMS, *SUMS])
+    rows = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", SUMS[:50]),))
+    known = [rows.known(i) for i in range(rows.num_known)]
+    asked = [row["prompt"] for row in (*SUMS[50:], *SUMS[50:], *SUMS[:50])]
+    assert [example.prompt for example in known] == asked
+
+
+class Endless:
+    """A data set as torch has it, which makes a row for any number."""
+
+    def __init__(self) -> None:
+        self.read = list[int]()
+
+    def __getitem__(self, number: int) -> dict[str, str]:
+        self.read.append(number)
+        return {"prompt": f"{number}"}
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 300
+
+
+def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minigrpo.tasks.data.MOST_ROWS", 200)
+    made = ({"prompt": f"{number}"} for number in range(10**9))
+    endless = Endless()
+    for given in ({"data": made}, {"data": SUMS, "eval_data": endless}):
+        with pytest.raises(ConfigError):
+            Given.of(**given)
+    assert int(next(made)["prompt"]) == 201 and endless.read == [*range(201)]
+    # what says how many rows it has, has no bound, and is read to there
+    assert len(rows_of("data", Sized())) == 300 and len(rows_of("data", SUMS)) == 400
+    assert len(rows_of("data", islice(made, 200))) == 200
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -402,8 +530,11 @@ def test_hotpotqa_lines_become_a_users_message() -> None:
         (message,) = example.messages
         assert message["role"] == "user"
         assert message["content"].startswith("Paris: A city. Big.\n\nSeine: A river.\n\nWhere?\n\n")
-        assert (row.question, example.prompt, example.answer) == ("Where?", "Where?", "Paris")
+        assert (example.prompt, example.answer) == ("Where?", "Paris")
         assert example.fields["level"] == "hard"
+        # the context is part of what is asked
+        other = parse_qa({**line, "context": "Rome: A city."})
+        assert len({row.question, other.question, parse_qa({**line, "context": ""}).question}) == 3
 
 
 def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path) -> None:

@@ -758,6 +758,25 @@ def test_a_model_reads_what_is_wrong_with_a_call() -> None:
     assert result_of(tools, "weather", {"city": "Bonn"})["content"] == "sun in Bonn"
 
 
+def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:
+    class Slow(Shop):
+        def reset(self, price: int, seed: int) -> str:  # type: ignore[override]
+            raise AssertionError
+
+    world = EnvironmentSet.of({"slow": Slow, "shop": Shop}, [weather])
+    rows: list[dict[str, Any]] = [{"prompt": f"{n}?", "price": n} for n in range(20)]
+    task = begun(world, *rows, {"prompt": "a", "cost": 5}, {"prompt": "b", "environment": "x"})
+    assert task.num_known == 22
+    for number in range(20):
+        example = task.known(number)
+        assert example.prompt == f"{number}?"
+        assert [x["function"]["name"] for x in example.tools or ()] == ["fail", "pay", "weather"]
+    for number in (20, 21):  # no price for `reset`, and no environment of the name
+        with pytest.raises(ConfigError) as error:
+            task.known(number)
+        assert f"row {number + 1}" in str(error.value)
+
+
 def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> None:
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
     for world, number in ((EnvironmentSet.of(Shop), 3), (EnvironmentSet.of(None, [weather]), 1)):

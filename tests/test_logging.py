@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -245,6 +246,38 @@ def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker
         run_dir.open_log({"step": 0})
     RunDir(folder, config, dist, console, {}, None).open(pytest.fail)  # not locked
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+class Screen(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("screen", "quiet", "seconds", "is_shown"),
+    [
+        (Screen, False, 2, True),
+        (Screen, False, 0, False),
+        (Screen, True, 2, False),
+        (StringIO, False, 2, False),  # a pipe
+    ],
+)
+def test_long_work_shows_a_bar_on_a_terminal_alone(
+    screen: type[StringIO],
+    quiet: bool,
+    seconds: int,
+    is_shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0]
+    monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock[0])
+    output = screen()
+    monkeypatch.setattr(sys, "stdout", output)
+    with Console(quiet=quiet).bar("reading", 3) as advance:
+        for _ in range(3):
+            clock[0] += seconds
+            advance()
+    assert ("reading" in output.getvalue()) == bool(output.getvalue()) == is_shown
 
 
 TALK = """

@@ -13,7 +13,7 @@ import pytest
 from minigrpo.config import Config
 from minigrpo.runtime.statistics import wilson
 from minigrpo.tools import cli
-from minigrpo.tools.report import MOST_SAMPLES, figures_of
+from minigrpo.tools.report import MOST_SAMPLES, figures_of, samples_of
 from minigrpo.tools.runs import Run, differing, plot_curve, read_run
 
 from .test_compare import write_run
@@ -73,6 +73,18 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     assert "</script><script>alert(1)</script>" in shown
     assert "{{ 7 * 7 }}" in shown  # the template in the text is not run
     assert "a<b>&" in shown and "42 degrees" in shown
+
+
+def test_held_out_prompts_of_equal_texts_stay_apart(tmp_path: Path) -> None:
+    documents = [[{"role": "system", "content": f"Report {n}."}] for n in range(3)]
+    lines = [
+        {**held_out(step, 0, f"{step}"), "index": n, "messages": messages}
+        for step in (1, 2)
+        for n, messages in enumerate(documents)
+    ]
+    run = run_with_samples(tmp_path / "a", lines)
+    groups = samples_of(read_run(run, print), print)["held_out"]
+    assert [[line["messages"] for line in group] for group in groups] == [[x, x] for x in documents]
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:

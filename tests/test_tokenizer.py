@@ -11,7 +11,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.encoding import decode, encode_pairs, encode_prompt, token_texts
+from minigrpo.model.encoding import (
+    check_prompt,
+    decode,
+    encode_pairs,
+    encode_prompt,
+    encode_prompts,
+    token_texts,
+)
 from minigrpo.model.tokenizer import FILES, Tokenizer, load_tokenizer
 from minigrpo.types import ConfigError, Example
 
@@ -234,3 +241,39 @@ def test_what_does_not_fit_the_model_is_refused(example: Example, context: int) 
     assert len(encode_pairs(tokenizer, [Example("abcd", "efgh")], 9)) == 1
     with pytest.raises(ConfigError):
         encode_pairs(tokenizer, [Example("a", "b"), example], context)
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
+def test_a_text_that_no_model_has_room_for_is_not_encoded(
+    template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load(tmp_path, template=template)
+    encoded = list[str]()
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: encoded.append(text))
+    text = "a" * 200_000
+    messages = ({"role": "user", "content": text},) if template else ()
+    prompt, answer = Example(text, "b", messages=messages), Example("a", text)
+    with pytest.raises(ConfigError):
+        encode_prompts(tokenizer, [prompt], 500)
+    with pytest.raises(ConfigError):
+        encode_pairs(tokenizer, [answer], 500)
+    assert not encoded
+
+
+def test_half_a_character_is_refused_with_its_example(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path)
+    for example in (Example("a\ud83d", "b", index=7), Example("a", "b\ud83d", index=7)):
+        with pytest.raises(ConfigError) as error:
+            encode_pairs(tokenizer, [example], 500)
+        assert "example 7" in str(error.value)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_prompt_passes_the_check_if_its_tokens_have_room(family: str, tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, family)
+    for text in filter(None, TEXTS):
+        example = Example(text)
+        number = len(encode_prompt(tokenizer, example))
+        check_prompt(tokenizer, example, number)
+        with pytest.raises(ConfigError):
+            check_prompt(tokenizer, example, number - 1)

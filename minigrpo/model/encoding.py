@@ -5,6 +5,7 @@ uses the sampled tokens. It never re-encodes their text, because that could give
 those whose log-probs were recorded.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -55,43 +56,70 @@ def template_args(example: Example) -> Mapping[str, Any]:
     return example.fields.get("chat_template_kwargs") or {}
 
 
-def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
+def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
+    """The text of a plain prompt, or what the chat template writes."""
     messages = messages_of(tokenizer, example)
     if not messages:
-        return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
+        return example.prompt
     if tokenizer.chat is None:
         raise ConfigError(f"messages: --tokenizer {tokenizer.name} has no chat template")
-    text = tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
-    return tokenizer.encode(text, special=True)
+    return tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
 
 
-def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, example: Example, room: float = math.inf) -> list[int]:
+    """The tokens of a prompt. `room`: see `_encode`."""
+    text = prompt_text(tokenizer, example)
+    if messages_of(tokenizer, example):
+        return _encode(tokenizer, text, room, special=True)
+    return [*tokenizer.prefix, *_encode(tokenizer, text, room)]
+
+
+def encode_answer(tokenizer: Tokenizer, example: Example, room: float = math.inf) -> list[int]:
     """The tokens of the true answer; one to messages ends as a turn of the chat template does."""
     end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
-    return [*tokenizer.encode(example.answer), end]
+    with refusing(f"{example.label}, the answer"):
+        return [*_encode(tokenizer, example.answer, room), end]
+
+
+def _encode(tokenizer: Tokenizer, text: str, room: float, *, special: bool = False) -> list[int]:
+    """The tokens of a text. Raises ConfigError, without reading it, if they must be over `room`."""
+    text.encode()  # of half a character, the tokenizer's own error does not say what is wrong
+    # a normalizer makes one character of at most four
+    if len(text) > 4 * room * tokenizer.longest_token:
+        raise ConfigError(f"a text of {len(text):,} characters does not fit into {room:,} tokens")
+    return tokenizer.encode(text, special=special)
 
 
 def encode_prompts(
     tokenizer: Tokenizer, examples: Sequence[Example], room: int
 ) -> tuple[Tensor, Tensor]:
     """`pad` of the prompts. Raises ConfigError for one that does not have 1 to `room` tokens."""
-    return pad([_prompt_within(room, tokenizer, example) for example in examples])
+    return pad([prompt_within(tokenizer, example, room) for example in examples])
 
 
-def _prompt_within(room: int, tokenizer: Tokenizer, example: Example) -> list[int]:
+def prompt_within(tokenizer: Tokenizer, example: Example, room: int) -> list[int]:
+    """The tokens of a prompt. Raises ConfigError if they are not 1 to `room`."""
     with refusing(example.label):
-        ids = encode_prompt(tokenizer, example)
+        ids = encode_prompt(tokenizer, example, room)
         if not 0 < len(ids) <= room:
             said = "leave room in the model's context for an answer"
             raise ConfigError(f"a prompt of {len(ids)} tokens: 1 to {room} {said}")
         return ids
 
 
+def check_prompt(tokenizer: Tokenizer, example: Example, room: int) -> None:
+    """Raise what `prompt_within` raises, in less time: a short text need not be encoded."""
+    with refusing(example.label):
+        num_bytes = len(prompt_text(tokenizer, example).encode())
+    if not 0 < num_bytes + len(tokenizer.prefix) < room:  # each token has a byte, or more
+        prompt_within(tokenizer, example, room)
+
+
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
     """Prompts with their true answers as completions. Raises ConfigError for one over `context`."""
-    answers = [encode_answer(tokenizer, example) for example in examples]
+    answers = [encode_answer(tokenizer, example, context) for example in examples]
     prompts = [
-        _prompt_within(context - len(answer), tokenizer, example)
+        prompt_within(tokenizer, example, context - len(answer))
         for example, answer in zip(examples, answers, strict=True)
     ]
     return to_completions(prompts, [[answer] for answer in answers])

@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ class Tokenizer:
     @property
     def n_vocab(self) -> int:
         return self.engine.get_vocab_size()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a token, or bytes."""
+        return max(map(len, self.engine.get_vocab()))
 
     @property
     def fingerprint(self) -> str:

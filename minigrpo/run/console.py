@@ -3,12 +3,14 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO
+
+from rich.progress import Progress
 
 from ..config import Config
 from ..metrics import SAMPLED, headline
@@ -39,6 +41,24 @@ class Console:
         if text not in self.warned:  # a command may read the same settings twice
             self.say(f"warning{where}: {text}", sys.stderr)
         self.warned.add(text)
+
+    @contextmanager
+    def bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, if work takes over a second; call what it gives for each piece."""
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        progress = Progress(transient=True, disable=self.quiet or not is_terminal)
+        task = progress.add_task(what, total=total)
+        begun = time.monotonic()
+
+        def advance() -> None:
+            progress.advance(task)
+            if time.monotonic() > begun + 1:
+                progress.start()
+
+        try:
+            yield advance
+        finally:
+            progress.stop()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows under the names of their columns."""

@@ -38,7 +38,8 @@ class Generated(Task):
 class SourceTask(Task):
     """A task that has its examples from another one, and adds `parts` and `score`."""
 
-    inherited: Sequence[str] = ("about", "num_held_out", "questions", "speculate")  # of `source`
+    # of `source`
+    inherited: Sequence[str] = ("about", "num_held_out", "num_known", "questions", "speculate")
 
     def __init__(self, source: Task) -> None:
         """`source`: a generator, or the rows of files (data.py); it scores nothing."""
@@ -56,8 +57,8 @@ class SourceTask(Task):
     def held_out(self, number: int) -> Example:
         return self.ask(self.source.held_out(number), number, "held-out")
 
-    def longest(self, number: int) -> Sequence[Example]:
-        return [self.ask(x, x.index, "longest") for x in self.source.longest(number)]
+    def known(self, number: int) -> Example:
+        return self.ask(self.source.known(number), number, "known")
 
 
 class ChangedTask(SourceTask):
@@ -158,9 +159,9 @@ def is_held_out(question: str, one_in: int = 10) -> bool:
 
 
 def question_of(messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that stands for messages in logs, and whose hash decides the split.
+    """The text that stands for messages in logs: a user's message, or the turns of a dialogue.
 
-    A user's single message has the split of an equal prompt, and other instructions change nothing.
+    It does not tell prompts apart: `whole_question` of data.py does.
     """
     asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
     if asked and asked[-1]["role"] == "assistant":  # the beginning of the answer

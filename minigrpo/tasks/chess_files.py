@@ -29,7 +29,7 @@ class ChessFiles(Rows):
         if self.skipped:
             self.about += f"; skipped {len(self.skipped)}, such as {self.skipped[0]}"
 
-    def read(self, files: Files) -> list[Row]:
+    def read(self, files: Files, argument: str = "data") -> list[Row]:
         """The rows in a random order, because the positions of one game are alike."""
         rows = []
         for path in map(str, files):

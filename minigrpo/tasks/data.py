@@ -1,7 +1,8 @@
 """Questions from JSONL files or Python: how rows are read, which are held out, in which order.
 
 `--eval-data` is held out whole; without it a tenth of the questions of `--data`, by a hash. A
-question counts once in an evaluation, whatever else its lines say.
+question is all that is asked: the messages, the tools and the template's variables. It counts once
+in an evaluation, whatever else its lines say.
 """
 
 import copy
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import lru_cache, partial
-from heapq import nlargest
+from itertools import islice
 from math import isnan
 from numbers import Number
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from ..errors import refusing
+from ..errors import collecting, refuse_rows, refusing
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -27,15 +28,19 @@ from .base import fingerprint, is_held_out, question_of
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first that a row has
 ANSWERS = ("answer", "completion", "solution")
+# keys of a message that chat templates write, besides calls of tools
+WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
+MOST_ROWS = 1_000_000  # of what does not say how many it has
 Record = Mapping[str, Any]  # a row as it was given
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
 class Row(NamedTuple):
-    question: str  # what decides whether two rows ask the same
+    question: str  # tells rows apart that ask something else; the prompt may show less of it
     example: Example
     is_test: bool = False  # held out by its source: a published test split, or the rule of chess
-    extra_key: str = ""  # what an environment reads of it: see `tell_apart`
+    # what else may tell it apart: what an environment reads, or the beginning of the answer
+    extra_key: str = ""  # see `tell_apart`
 
 
 Parse = Callable[[Any], Row]  # what a line holds, whatever it is -> a row; any exception refuses it
@@ -51,11 +56,21 @@ def rows_of(name: str, data: Any) -> list[Record]:
     for read in ("to_dicts", "to_pylist"):  # of polars, of pyarrow
         rows = getattr(data, read)() if hasattr(data, read) else rows
     is_series = isinstance(rows, Iterable) or getattr(rows, "__getitem__", None)
-    rows = list(rows) if is_series and not isinstance(rows, Mapping) else [None]
-    if not all(isinstance(row, Mapping) for row in rows):
-        forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
-        raise ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
-    return [dict(row) for row in rows]
+    forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
+    refusal = ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
+    if isinstance(rows, Mapping) or not is_series:
+        raise refusal
+    found = list[Record]()
+    # what answers to any number, such as torch's Dataset, goes on after its length
+    length = len(rows) if hasattr(rows, "__len__") else None
+    for row in islice(rows, length):
+        if not isinstance(row, Mapping):
+            raise refusal
+        if length is None and len(found) == MOST_ROWS:
+            said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
+            raise ConfigError(f"{name}: over {MOST_ROWS:,} rows, {said}")
+        found.append(dict(row))
+    return found
 
 
 def plain(value: Any, of_pandas: bool = False) -> Any:
@@ -63,7 +78,10 @@ def plain(value: Any, of_pandas: bool = False) -> Any:
 
     Tables write null where a row lacks what others have. What is neither numpy's nor a date, such
     as an image, stays. `of_pandas`: inside an array of objects, where whole numbers may be floats.
+    Raises UnicodeEncodeError for half a character, which JSON can spell, and no tokenizer reads.
     """
+    if isinstance(value, str):
+        value.encode()
     if isinstance(value, Mapping):
         items = ((key, plain(item, of_pandas)) for key, item in value.items())
         return {key: item for key, item in items if not is_missing(item)}
@@ -82,12 +100,42 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and isnan(value))
 
 
+def canonical(value: Any) -> Any:
+    """A value whose texts lack what copies differ in: white space, and Unicode's forms."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, Mapping):
+        return {key: canonical(item) for key, item in value.items()}
+    return [canonical(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def question_key(text: str) -> str:
-    """A question without what copies of it differ in: white space, and Unicode's forms."""
-    words = unicodedata.normalize("NFC", text).split()
-    if not words:
+    """A question without what copies of it differ in."""
+    key: str = canonical(text)
+    if not key:
         raise ValueError("the question is empty")
-    return " ".join(words)
+    return key
+
+
+def whole_question(
+    text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
+) -> str:
+    """A text that tells a prompt from others. A plain one, or a user's message alone, is that text.
+
+    `variables` are those of the chat template. What no template writes counts for nothing, such as
+    the id of a message.
+    """
+    asked = []
+    for message in messages or ({"role": "user", "content": text},):
+        written = {key: message[key] for key in WRITTEN if message.get(key)}
+        if calls := message.get("tool_calls"):
+            functions = [call.get("function", call) for call in calls]
+            written["tool_calls"] = [(x.get("name"), x.get("arguments")) for x in functions]
+        asked.append(canonical(written))
+    key = question_key(text)
+    if asked == [{"role": "user", "content": key}] and not (tools or variables):
+        return key
+    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=str)
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -111,14 +159,17 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     default = None if needs_answer else ""
     if messages and messages[-1]["role"] == "assistant" and chats[-1] is not record.get("prompt"):
         default = messages.pop()["content"]
-    question = question_of(messages) or text_of(record, QUESTIONS)
+    text = question_of(messages) or text_of(record, QUESTIONS)
     keys = [key for key in ANSWERS if not is_chat(record.get(key))]
     if not needs_answer:  # nothing reads what is no text
         keys = [key for key in keys if isinstance(record.get(key), str | Number)]
     answer = text_of(record, keys, default)
     tools = tools_of(record)
-    example = Example(question, answer, messages=tuple(messages), fields=record, tools=tools)
-    return Row(question, example)
+    # the beginning of the answer asks nothing
+    asked = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
+    example = Example(text, answer, messages=tuple(messages), fields=record, tools=tools)
+    return Row(question, example, extra_key="".join(x["content"] for x in messages[len(asked) :]))
 
 
 parse_any = partial(parse_pair, needs_answer=False)
@@ -161,8 +212,8 @@ def tools_of(record: Record) -> list[Record] | None:
 def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
     """The rows of --data and --eval-data; where questions are few, with what else differs in them.
 
-    All rows of an environment may ask the same, such as "Find the way out", and differ in what it
-    reads. Where there are questions enough, the split is the same as without an environment.
+    All rows may ask the same, such as "Find the way out", and differ in what an environment reads,
+    or in the beginning of the answer. Where there are questions enough, neither changes the split.
     """
     if len({row.question for rows in sides for row in rows}) >= 10:  # of fewer, a tenth may be none
         return sides
@@ -177,35 +228,47 @@ class Rows(Task):
         self.seed = seed
         self.parse = parse
 
-        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data))
+        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data, "eval_data"))
         evaluated: dict[str, Example] = {}  # question -> its first row
         for row in eval_rows if eval_data else self.choose_held_out(rows):
             evaluated.setdefault(row.question, row.example)
         trained = [row for row in rows if row.question not in evaluated]
         self._train = [row.example for row in trained]
         self._held_out = list(evaluated.values())
+        self._known = [  # without copies of what is evaluated
+            row.example
+            for row in (*rows, *eval_rows)
+            if evaluated.get(row.question, row.example) is row.example
+        ]
         self.num_train = len(trained)
+        self.num_known = len(self._known)
         self.num_held_out = len(evaluated)
         self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
+        num_copies = len(rows) + len(eval_rows) - len(trained) - len(evaluated)
+        if num_copies:
+            self.about += f"; {num_copies} more rows ask one of these, and are left out"
         if not evaluated or (data and not trained):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
         self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
 
-    def read(self, files: Files) -> list[Row]:
-        """The rows of JSONL files, or of a caller. Raises ConfigError for a bad one."""
+    def read(self, files: Files, argument: str = "data") -> list[Row]:
+        """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
         rows = []
+        errors = list[str]()
         for source in files:
-            place = f"{source}, line" if isinstance(source, Path) else "the data, row"
+            place = f"{source}, line" if isinstance(source, Path) else f"{argument}, row"
             # as bytes: in a text, U+2028 would end a line too
             lines = source.read_bytes().splitlines() if isinstance(source, Path) else source
             for number, line in enumerate(lines, 1):
                 if isinstance(line, bytes) and not line.strip():
                     continue
-                with refusing(f"{place} {number}"):  # a line may hold anything
+                # a line may hold anything
+                with collecting(errors), refusing(f"{place} {number}"):
                     record = plain(json.loads(line) if isinstance(line, bytes) else line)
                     row = self.parse(record)
                     example = replace(row.example, place=f"{place} {number}")
                     rows.append(row._replace(question=question_key(row.question), example=example))
+        refuse_rows(errors, len(rows) + len(errors))
         return rows
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -224,10 +287,9 @@ class Rows(Task):
     def held_out(self, number: int) -> Example:
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
-    def longest(self, number: int) -> Sequence[Example]:
-        return nlargest(
-            number, self._train + self._held_out, lambda x: len(f"{x.prompt}{x.messages}{x.answer}")
-        )
+    def known(self, number: int) -> Example:
+        """Example `number` of those that are used, in the order of the files."""
+        return self._known[number]
 
 
 @lru_cache(maxsize=4)

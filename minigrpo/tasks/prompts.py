@@ -79,10 +79,12 @@ def parse_qa(record: Record) -> Row:
     if not isinstance(context, str):
         paragraphs = zip(context["title"], context["sentences"], strict=True)
         context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in paragraphs)
-    content = f"{context}\n\n{row.question}\n\n{REQUEST}".strip()
-    messages = row.example.messages or ({"role": "user", "content": content},)
-    fields = {**record, "answers": answers}
-    return Row(row.question, replace(row.example, messages=messages, fields=fields))
+    example = replace(row.example, fields={**record, "answers": answers})
+    if example.messages:
+        return row._replace(example=example)
+    content = f"{context}\n\n{example.prompt}\n\n{REQUEST}".strip()
+    example = replace(example, messages=({"role": "user", "content": content},))
+    return Row(f"{context}\n\n{row.question}", example)
 
 
 def normalized(text: str) -> str:

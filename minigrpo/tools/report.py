@@ -61,11 +61,12 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
     lines = read_jsonl(run.folder / SAMPLES, warn)
     last_groups = {}
-    for source, key in (("train", "step"), ("held_out", "prompt")):
+    # prompts of equal texts may have different messages
+    for source, keys in (("train", ["step"]), ("held_out", ["index", "prompt", "messages"])):
         groups: dict[str, list[LogLine]] = {}
         for line in lines:
             if line.get("source") == source:
-                groups.setdefault(str(line.get(key)), []).append(line)
+                groups.setdefault(str([line.get(key) for key in keys]), []).append(line)
         last_groups[source] = [*groups.values()][-MOST_SAMPLES:]
     return last_groups
 

@@ -25,6 +25,7 @@ from numbers import Number
 from typing import Any
 
 from ..errors import refusing
+from ..model.chat import Tool as Schema
 from ..model.chat import extended
 from ..runtime.guard import RunFailed
 from ..runtime.pool import Outcome, called, finished
@@ -201,11 +202,9 @@ class EnvironmentSet:
 
 def reset(environment: Any, example: Example, timeout_s: float) -> str:
     """What an environment says first."""
-    row = copy.deepcopy(example.fields)  # an episode may empty a list in it
-    named = inspect.signature(environment.reset).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
-        row = {name: value for name, value in row.items() if name in named}
-    return as_text(finished(environment.reset(**row), timeout_s))
+    row = arguments_of(inspect.signature(environment.reset), example)
+    said = environment.reset(**copy.deepcopy(row))  # an episode may empty a list in it
+    return as_text(finished(said, timeout_s))
 
 
 def as_text(said: Any) -> str:
@@ -233,6 +232,14 @@ def is_plain(said: Any) -> bool:
     return said is None or isinstance(said, str | Number) or hasattr(said, "tolist")
 
 
+def arguments_of(reset: inspect.Signature, example: Example) -> Mapping[str, Any]:
+    """The keys of a row that `reset` takes."""
+    named = reset.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+        return example.fields
+    return {name: value for name, value in example.fields.items() if name in named}
+
+
 class TurnTask(ChangedTask):
     """A task whose prompts end with what the environment says first, and name the tools."""
 
@@ -255,6 +262,39 @@ class TurnTask(ChangedTask):
         if not messages:
             example = replace(example, prompt=example.prompt + said)
         tools = self.environments.tools_of(environment)
-        of_row = [x for x in example.tools or () if x.get("function", x).get("name") not in tools]
-        schemas = [*of_row, *(tool.schema for tool in tools.values())]
-        return replace(example, messages=messages, tools=schemas)
+        schemas = {name: tool.schema for name, tool in tools.items()}
+        return replace(example, messages=messages, tools=schemas_of(example, schemas))
+
+    def known(self, number: int) -> Example:
+        """A row as it is asked, but for what its environment says first: to reset may take long."""
+        example = self.source.known(number)
+        example = replace(example, fields={"seed": 0, **example.fields})
+        reset, schemas = self.described[self.environments.kind_of(example).name]
+        with refusing(example.label):
+            reset.bind(**arguments_of(reset, example))
+        return replace(example, tools=schemas_of(example, schemas))
+
+    @cached_property
+    def described(self) -> Mapping[str, tuple[inspect.Signature, Mapping[str, Schema]]]:
+        """What the `reset` of each kind of environment takes, and the schemas of its tools."""
+
+        def look_at(environment: Any) -> tuple[inspect.Signature, Mapping[str, Schema]]:
+            tools = self.environments.tools_of(environment)
+            schemas = {name: tool.schema for name, tool in tools.items()}
+            return inspect.signature(environment.reset), schemas
+
+        described = {}
+        for kind in self.environments.kinds.values():
+            about = f"environment {kind.name}"
+            outcome = tried(kind.make, kind.timeout_s, about, look_at)[1]
+            if outcome.error:
+                raise RunFailed(f"{about}: {outcome.error!r:.200}") from outcome.error
+            described[kind.name] = outcome.result
+        return described
+
+
+def schemas_of(example: Example, schemas: Mapping[str, Schema]) -> list[Schema]:
+    """The schemas of a row's own tools, and those of the run, by name, each once."""
+    own = example.tools or ()
+    others = [x for x in own if x.get("function", x).get("name") not in schemas]
+    return [*others, *schemas.values()]
