@@ -194,3 +194,11 @@ class RolloutBatch(PerPrompt):
     teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
+
+    def ended(self, stops: Collection[int]) -> Tensor:
+        """`[P, G]` bool: the completion ended by itself. A dialogue also ends at a limit.
+
+        Then its last turn is whole, but the environment's answer had no room or no turn after it.
+        """
+        cut = [[isinstance(text, Dialogue) and text.cut for text in group] for group in self.texts]
+        return self.completions.ended(stops) & ~torch.tensor(cut)
