@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .runtime.rng import stream
 from .runtime.statistics import means
-from .types import ConfigError, Example
+from .types import ROUNDINGS, ConfigError, Example
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
 SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
@@ -42,7 +42,9 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
     centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
     # error would become a gradient.
-    equal = rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)
+    largest, least = rewards.amax(-1, keepdim=True), rewards.amin(-1, keepdim=True)
+    rounding = ROUNDINGS * torch.finfo(rewards.dtype).eps
+    equal = torch.isclose(largest, least, rtol=rounding, atol=0)
     return torch.where(equal, 0.0, centred)
 
 

@@ -34,7 +34,7 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
             **{f"rewards/{name}/mean": scores for name, scores in rewards.parts.items()},
             **{f"rewards/{name}/failures": failed for name, failed in rewards.failed.items()},
         }
-        values["completions/clipped_ratio"] = ~completions.ended(stops)
+        values["completions/clipped_ratio"] = ~batch.ended(stops)
         values |= _dialogue_metrics(batch.texts)
     if completions.log_kept_mass is not None:
         values["sampling/removed_mass"] = 1 - completions.log_kept_mass[mask].exp()

@@ -89,7 +89,7 @@ class RolloutBatches:
             advantages=self._advantages(batch, ref_logp, step),
             ref_logp=ref_logp,
             teacher_logp=teacher_logp,
-            loss_mask=batch.completions.ended(self.sampler.stops) if masks_overlong else None,
+            loss_mask=batch.ended(self.sampler.stops) if masks_overlong else None,
             metrics=metrics,
         )
 

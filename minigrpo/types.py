@@ -19,6 +19,9 @@ Warn = Callable[[str], object]  # says something to the user
 
 EXACT = "exact"  # the success of a task that names none: the text equals the true answer
 REWARD = "reward"  # the success where nothing says what is right: the weighted sum
+# Weighted sums of rewards that are equal, such as 0.1 + 0.2 and 0.3, differ by the rounding of
+# their terms: by at most this many times the machine epsilon, relative to them.
+ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,8 @@ class RewardTable(PerPrompt):
     def zero_variance(self) -> np.ndarray:
         """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
         known = np.nan_to_num(self.total)
-        return known.max(1) == known.min(1)
+        rounding = ROUNDINGS * np.finfo(known.dtype).eps
+        return np.isclose(known.max(1), known.min(1), rtol=rounding, atol=0)
 
 
 @dataclass(frozen=True)
@@ -194,3 +198,11 @@ class RolloutBatch(PerPrompt):
     teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
     loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
+
+    def ended(self, stops: Collection[int]) -> Tensor:
+        """`[P, G]` bool: the completion ended by itself. A dialogue also ends at a limit.
+
+        Then its last turn is whole, but the environment's answer had no room or no turn after it.
+        """
+        cut = [[isinstance(text, Dialogue) and text.cut for text in group] for group in self.texts]
+        return self.completions.ended(stops) & ~torch.tensor(cut)

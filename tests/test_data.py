@@ -515,6 +515,10 @@ def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:
 def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
     texts = ["The  Beatles!", "an apple a day", "Theodore", "U.S.A.", " yes\n"]
     assert [*map(normalized, texts)] == ["beatles", "apple day", "theodore", "usa", "yes"]
+    alike = [("-$5.", "$-5"), ("1,234", "1234"), ("It is 3.5.", "it is 3.5"), ("50%", "50")]
+    assert all(normalized(one) == normalized(other) for one, other in alike)
+    apart = [("3.5", "35"), (".5", "5"), ("-5", "5"), ("9/11", "911"), ("10:30", "1030")]
+    assert not any(normalized(one) == normalized(other) for one, other in apart)
     few = ["A", "The.", "+", ""]  # what would be empty
     assert [*map(normalized, few)] == ["a", "the", "+", ""]
 

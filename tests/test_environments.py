@@ -1090,5 +1090,11 @@ def test_a_command_whose_environment_exits_ends_with_1(folder: Path, tmp_path: P
 
 
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
-    metrics = trained(folder, tmp_path, max_steps=1, max_turns=1).metrics
-    assert metrics["dialogues/turns"] == [1.0] and 0 < metrics["dialogues/cut_ratio"][0] <= 1
+    run = trained(folder, tmp_path, max_steps=1, max_turns=1, overlong="mask")
+    assert run.metrics["dialogues/turns"] == [1.0]
+    assert 0 < run.metrics["dialogues/cut_ratio"][0] <= run.metrics["completions/clipped_ratio"][0]
+    batch = run.trainer.source.batch(1)
+    cut = torch.tensor([[text.cut for text in group] for group in batch.texts])
+    whole = batch.completions.ended(run.trainer.tokenizer.stops)  # the last turn
+    assert (whole & cut).any()
+    assert torch.equal(batch.loss_mask, whole & ~cut)

@@ -66,6 +66,7 @@ LINES = {  # what stands after ####, where 72 is right
         *("72", "\\boxed{72}", "The answer is 72.", "Answer: 72 clips", "= 72", "(72)", "72.00"),
         *("72 clips in 2 months", "72 clips (48 + 24)", "48 + 24 = 72", "**Final answer:** 72"),
         *("$72/month", "72, not 70", "72<|im_end|>", "`72`", "x = 72 clips", "72\nThank you."),
+        "72 clips" + " and so on" * 99,
     ],
     False: [
         *("", "73", "72.5", "7 2", "-72", "72/2", "72 or 73", "72 and 73", "5", "x", "6*72"),
@@ -91,6 +92,9 @@ def test_the_final_answer_of_a_text() -> None:
         "\\boxed{\\boxed{7}}": "7",
         "\\boxed{\\{1,2\\}}": "\\{1,2\\}",
         "\\boxed{} #### 3": "3",
+        "\\boxed{1}, no: \\fbox{\\frac{2}{3}}.": "\\frac{2}{3}",
+        "So $\\boxed -1.5$.": "-1.5",
+        "\\boxed {5} is in a \\boxed form": "5",
         "#### 1\n#### 2 clips\nThank you.": "2 clips",
         "It is 7.": "",  # in neither form
     }

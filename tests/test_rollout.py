@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from minigrpo.advantages import overlong_punishment, shuffled
+from minigrpo.advantages import advantages, overlong_punishment, shuffled
 from minigrpo.metrics import rollout_metrics
 from minigrpo.model.packing import PACKINGS
 from minigrpo.types import Example, RewardTable
@@ -47,6 +47,17 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     torch.testing.assert_close(punish.advantages, centred, check_dtype=False)
     clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
     assert clipped.mean() == pytest.approx(1 - float(ended.double().mean()))
+
+
+@pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
+def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -> None:
+    groups = [[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [0.3] * 4, [0.3, 0.3, 0.3, 0.3 + 1e-9]]
+    assert groups[0][0] != groups[0][1]
+    total = np.array(groups)
+    assert RewardTable(total, {}).zero_variance.tolist() == [True, True, False]
+    found = advantages(torch.from_numpy(total), estimator=estimator, scale=scale)
+    assert found.any(-1).tolist() == [False, False, True]
 
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """The weights in a safetensors file. Raises ConfigError for values that cannot be weights."""
     with refusing(file):
         tensors = {name: x for name, x in load_file(file).items() if not BUFFERS.fullmatch(name)}
+        if not tensors:
+            raise ConfigError("has no tensors")
         for name, tensor in tensors.items():
             if tensor.dtype not in NUMBER_TYPES:
                 raise ConfigError(f"{name} is stored as {tensor.dtype}, which is not supported")

@@ -24,6 +24,7 @@ from ..types import ConfigError, Example
 from .base import Generated, SourceTask, is_held_out
 from .data import QUESTIONS, Files, Record, Row, Rows, text_of
 
+LONGEST = 300  # characters of an answer that are read
 PATIENCE_S = 60.0  # for math-verify on a busy machine; its own limit is one of CPU time
 HASHES = "####"  # the two forms of an answer
 BOXED = r"\boxed{}"
@@ -65,7 +66,9 @@ class Math(SourceTask):
 
     def is_right(self, answer: str, truth: str, form: str) -> bool:
         """Whether a final answer, which was asked for in this form, is the true one."""
-        if not 0 < len(answer) <= 300:
+        if form == HASHES:  # words may follow on the line, and no end to them
+            answer = answer[:LONGEST]
+        if not 0 < len(answer) <= LONGEST:
             return False
         true_value = exact_value(truth, BOXED)
         value = exact_value(answer, form)
@@ -133,11 +136,19 @@ def after_hashes(text: str) -> str:
     return rest.strip().partition("\n")[0].strip() if mark else ""
 
 
+# MATH also has \fbox, and boxes around a number without braces
+BOX = re.compile(r"\\(?:boxed|fbox) ?(?:\{|(-?[0-9.,]*[0-9]))")
+
+
 def boxed(text: str) -> str:
-    r"""The content of the last `\boxed{...}`; nothing if it is never closed."""
-    _, mark, rest = text.rpartition(r"\boxed{")
-    if not mark:
+    r"""The content of the last `\boxed{...}`, or of `\boxed 2`; nothing if it is never closed."""
+    marks = [*BOX.finditer(text)]
+    if not marks:
         return ""
+    number = marks[-1][1]
+    if number:
+        return number
+    rest = text[marks[-1].end() :]
     depth = 1
     for place, character in enumerate(rest):
         depth += (character == "{") - (character == "}")

@@ -4,7 +4,8 @@
 
     exact  it is the answer. Prompts are used as they are; `similarity` pays for being close.
     qa     its last <answer>..</answer> matches an answer as for SQuAD and HotpotQA, whatever the
-           case, punctuation and articles. A question is asked in a message, after its `context`.
+           case, articles, and punctuation outside of numbers. A question is asked in a message,
+           after its `context`.
     none   nothing says so, or a reward function with success=True. Rows need no answer. This is
            what reward functions get if no --task is given.
 """
@@ -26,7 +27,9 @@ REQUEST = (
     "</answer>."
 )
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# ASCII punctuation, without the marks of numbers: 3.5 is not 35, -5 not 5, and 9/11 not 911
+POINT, SIGN, BETWEEN_DIGITS = r"(?<![^\W\d])\.(?=\d)", r"(?<!\w)-(?=\$?\.?\d)", r"(?<=\d)[^,](?=\d)"
+MARKS = re.compile(rf"(?!{POINT}|{SIGN}|{BETWEEN_DIGITS})[{re.escape(string.punctuation)}]")
 
 
 class Prompts(SourceTask):
@@ -88,13 +91,13 @@ def parse_qa(record: Record) -> Row:
 
 
 def normalized(text: str) -> str:
-    """A text in lower case, without ASCII punctuation, articles and extra white space.
+    """A text in lower case, without punctuation (but in numbers), articles and extra white space.
 
     Two answers match if these are equal (SQuAD, arXiv 1606.05250; HotpotQA, arXiv 1809.09600). Of a
     text that would be empty, such as the choice "A" or the operator "+", less is removed.
     """
     lower = text.lower()
-    bare = lower.translate(NO_PUNCTUATION)
+    bare = MARKS.sub("", lower)
     forms = (" ".join(form.split()) for form in (ARTICLES.sub(" ", bare), bare, lower))
     return next(filter(None, forms), "")
 
