@@ -1,6 +1,6 @@
 """The errors that end a command with one line, and what makes other errors one of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -12,6 +12,14 @@ class RunFailed(RuntimeError):
     """The run cannot continue. The commands print it as one line."""
 
 
+def text_of(error: BaseException, form: Callable[[object], str] = repr) -> str:
+    """What `repr` or `str` says about an error of others; its type alone if that raises, too."""
+    try:
+        return form(error)[:500]
+    except BaseException:
+        return type(error).__name__
+
+
 @contextmanager
 def refusing(what: object) -> Iterator[None]:
     """Make any error a ConfigError about `what`, a file or code of others."""
@@ -21,7 +29,7 @@ def refusing(what: object) -> Iterator[None]:
         raise
     except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error!s:.500}") from None
+        raise ConfigError(f"{what}: {kind}{text_of(error, str)}") from None
 
 
 @contextmanager

@@ -35,22 +35,22 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
             **{f"rewards/{name}/failures": failed for name, failed in rewards.failed.items()},
         }
         values["completions/clipped_ratio"] = ~batch.ended(stops)
-        values |= _dialogue_metrics(batch.texts)
+        values |= dialogue_metrics(batch.texts)
     if completions.log_kept_mass is not None:
         values["sampling/removed_mass"] = 1 - completions.log_kept_mass[mask].exp()
     return {name: np.asarray(value, dtype=np.float64) for name, value in values.items()}
 
 
-def _dialogue_metrics(texts: Sequence[Sequence[str]]) -> dict[str, ArrayLike]:
+def dialogue_metrics(texts: Sequence[Sequence[str]]) -> dict[str, ArrayLike]:
     """Those of completions with several turns; none if there are none."""
     dialogues = [text for group in texts for text in group if isinstance(text, Dialogue)]
     if not dialogues:
         return {}
-    calls = [[message["role"] == "tool" for message in one.messages] for one in dialogues]
     return {
         "dialogues/turns": [one.turns for one in dialogues],
         "dialogues/cut_ratio": [one.cut for one in dialogues],
-        "tools/call_frequency": [sum(each) for each in calls],
+        "tools/call_frequency": [len(one.failed_calls) for one in dialogues],
+        "tools/failure_frequency": [failed for one in dialogues for failed in one.failed_calls],
     }
 
 

@@ -28,7 +28,7 @@ from .runtime.pool import Pool, WorkerProcesses, awaited
 from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
-from .userfiles import load_file, place_of
+from .userfiles import load_file, name_of, place_of
 
 MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
@@ -53,10 +53,7 @@ class RewardFunction:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
-        own = self.function
-        while isinstance(own, partial):
-            own = own.func
-        name = self.name or getattr(own, "__name__", type(own).__name__)
+        name = self.name or name_of(self.function)
         object.__setattr__(self, "name", "function" if name == "<lambda>" else name)
         arguments = ["batch"] if self.tokens else ["example", "text"]  # lists, if it is batched
         signature = inspect.signature(self.function)
@@ -65,7 +62,9 @@ class RewardFunction:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
-        if self.process and (not is_found or self.is_async or own.__module__ == "__main__"):
+        if self.process and (
+            not is_found or self.is_async or self.function.__module__ == "__main__"
+        ):
             needed = "a function at the top of a file of its own, not async"
             raise ConfigError(f"reward {self.name}: process=True needs {needed}")
 

@@ -50,6 +50,7 @@ class Dialogue(str):
 
     messages: Sequence[Mapping[str, Any]] = ()  # after the prompt: role, content
     turns: int = 1  # of the policy
+    failed_calls: Sequence[bool] = ()  # whether each call of a tool has failed
     cut: bool = False  # ended by a limit, although the environment had answered
     error: str = ""  # what its environment raised, or that it took too long
     rewards: Mapping[str, float | None] = {}  # of its environment, by name; NaN after an error

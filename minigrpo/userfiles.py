@@ -14,6 +14,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
@@ -22,7 +23,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import quote, unquote
 
-from .errors import ConfigError
+from .errors import ConfigError, text_of
 
 PREFIX = f"{__name__}."
 SUFFIX = ".py"
@@ -73,11 +74,29 @@ def load_name(flag: str, setting: str) -> Any:
     return getattr(module, name)
 
 
+def innermost(function: Any) -> Any:
+    """What is called in the end, inside partials."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, also inside partials; of an object that is called, its class's."""
+    inner = innermost(function)
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
 def place_of(error: BaseException) -> str:
     """Where a user's code raised an error, such as `rewards.py, line 12: `; "" if none did."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(("<", *INSTALLED))]
     return f"{theirs[-1].filename}, line {theirs[-1].lineno}: " if theirs else ""
+
+
+def failure(error: BaseException) -> str:
+    """An error of users' code in a line: where it was raised, its type and what it says."""
+    return f"{place_of(error)}{text_of(error):.200}"
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 
 import minigrpo
 from minigrpo.evaluate import grade
+from minigrpo.metrics import dialogue_metrics
 from minigrpo.model.chat import Chat
 from minigrpo.model.encoding import encode_prompt
 from minigrpo.model.tokenizer import load_tokenizer
@@ -620,7 +621,30 @@ def test_what_makes_no_environment_is_refused(make: Any) -> None:
 
 class Called:
     def __call__(self, word: str) -> str:
+        """Repeat a word.
+
+        Args:
+            word: what is repeated
+        """
         return word
+
+
+def repeated(word: str, times: int) -> str:
+    """Repeat a word often."""
+    return word * times
+
+
+def test_a_tool_may_be_a_partial_or_an_object_that_is_called() -> None:
+    """As a reward may: its name, hints and docstring are those of the code that is called."""
+    tools = EnvironmentSet.of(None, [partial(repeated, times=2), Called()]).tools
+    assert list(tools) == ["repeated", "Called"]
+    for tool, about in zip(tools.values(), ("Repeat a word often.", "Repeat a word."), strict=True):
+        function = tool.schema["function"]
+        assert function["description"] == about
+        assert list(function["parameters"]["properties"]) == ["word"]
+    assert result_of(tools, "repeated", {"word": "ab"}).content == "abab"
+    assert result_of(tools, "repeated", {"word": "ab", "times": 3}).has_failed
+    assert result_of(tools, "Called", {"word": "ab"}).content == "ab"
 
 
 def of_places(word: str, /) -> str:
@@ -638,7 +662,7 @@ def of_unknown(word: Called) -> str:
 @pytest.mark.parametrize(
     "tool",
     [
-        *(Called(), Called, partial(search, word="a"), lambda word: word, len),
+        *(Called, partial(search, "a", "b"), lambda word: word, len),
         *(of_places, of_many, of_unknown, Tool("search", search).schema),
     ],
 )
@@ -688,7 +712,7 @@ def test_all_calls_await_in_one_loop() -> None:
 
     tools = {"get": Tool("get", client.get)}
     for word in ("a", "b"):
-        assert result_of(tools, "get", {"word": word})["content"] == word
+        assert result_of(tools, "get", {"word": word}).content == word
     world = EnvironmentSet.of(Waits)
     example = begun(world, {"prompt": "a"}, {"prompt": "b"}).held_out(0)
     assert example.prompt.endswith("Go.") and closed == ["x"]
@@ -752,10 +776,26 @@ def test_a_model_reads_what_is_wrong_with_a_call() -> None:
         *(("pay", {"amount": "x", "z": 1}), ("fail", {}), ("leaves", {}), ("leaves_the_loop", {})),
     ]
     for name, arguments in wrong:
-        content = result_of(tools, name, arguments)["content"]
+        content = result_of(tools, name, arguments).content
         assert str(name) in content and "\n" not in content
         assert not any(word in content for word in ("minigrpo", "pydantic", "https", "input"))
-    assert result_of(tools, "weather", {"city": "Bonn"})["content"] == "sun in Bonn"
+        assert result_of(tools, name, arguments).has_failed
+    assert result_of(tools, "weather", {"city": "Bonn"}).content == "sun in Bonn"
+
+
+def test_failed_calls_are_counted() -> None:
+    world = EnvironmentSet.of(None, [weather, leaves])
+    episode = Episode(world, Example("", tools=()))
+    episode.turns.append("")
+    calls = [("weather", {"city": "Bonn"}), ("weather", {}), ("leaves", {}), ("nothing", {})]
+    for name, arguments in calls:
+        call = json.dumps({"name": name, "arguments": arguments})
+        episode.answer(f"<tool_call>{call}</tool_call>")
+    dialogue = episode.dialogue()
+    assert list(dialogue.failed_calls) == [False, True, True, True]
+    values = dialogue_metrics([[dialogue]])
+    assert np.mean(values["tools/failure_frequency"]) == 0.75
+    assert values["tools/call_frequency"] == [4]
 
 
 def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:

@@ -18,9 +18,9 @@ from ..rewards import as_numbers
 from ..runtime.pool import Pool, finished
 from ..runtime.watchdog import UNMARKED, Watchdog
 from ..types import Completions, ConfigError, Dialogue, Example, Warn
-from ..userfiles import place_of
+from ..userfiles import failure
 from .environments import EnvironmentKind, EnvironmentSet, Session, as_text, is_game, reset
-from .tools import CALL_ID, FORMS, CallForm, calls_of, result_of
+from .tools import CALL_ID, FORMS, CallForm, Result, calls_of, result_of
 
 
 @dataclass(eq=False)
@@ -31,6 +31,7 @@ class Episode:
     example: Example
     messages: list[Message] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)  # what the policy said
+    results: list[Result] = field(default_factory=list)  # of the calls of tools
     num_tokens: int = 0  # of the completion before the turn in work
     is_closed: bool = True  # whether the last turn ended with a stop token, not by a text of --stop
     reward: float = 0.0  # of a game so far
@@ -70,7 +71,9 @@ class Episode:
         if not is_game(environment):
             tools = self.environments.tools_of(environment)
             calls = calls_of(text, form)
-            return [result_of(tools, name, arguments, timeout_s) for name, arguments in calls]
+            results = [result_of(tools, name, given, timeout_s) for name, given in calls]
+            self.results += results
+            return [result.message for result in results]
         observation, reward, done, *more = finished(environment.step(text), timeout_s)
         self.reward += float(reward)
         # Gymnasium's five are observation, reward, terminated, truncated, info
@@ -90,6 +93,7 @@ class Episode:
             self.turns[-1],
             messages=self.messages,
             turns=len(self.turns),
+            failed_calls=[result.has_failed for result in self.results],
             cut=self.cut,
             error=self.error,
             rewards=rewards,
@@ -118,7 +122,7 @@ class Dialogues:
             game = is_game(kind.shown)
             if not (game or tokenizer.chat):
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            said = {"role": "user", "content": "A"} if game else result_of({}, "tool", {})
+            said = {"role": "user", "content": "A"} if game else result_of({}, "tool", {}).message
             self.encode(json.dumps([said]))
             if self.environments.tools_of(kind.shown):
                 self.call_form = call_form(tokenizer)
@@ -160,6 +164,10 @@ class Dialogues:
         for episode, reward, error in self.pool.all():
             self._go_on(episode, [], error)
             episode.final = reward
+        for result in (result for episode in self.episodes for result in episode.results):
+            if result.error:
+                said = f"tool {result.name}: {failure(result.error)}; the model reads it"
+                self._warn_once(result.name, said)
         texts: list[str] = [episode.dialogue() for episode in self.episodes]
         size = completions.completion_ids.shape[1]
         return [texts[start : start + size] for start in range(0, len(texts), size)]
@@ -177,8 +185,8 @@ class Dialogues:
                 episode.submit(self.pool, key, episode.session.close, ".close")
         for (episode, _), _, error in self.pool.all():
             if error:
-                said = f"{place_of(error)}{error!r:.200}"
-                self._warn_once("close", f"environment {episode.kind.name}.close: {said}")
+                said = f"environment {episode.kind.name}.close: {failure(error)}"
+                self._warn_once("close", said)
         self.pool.close()
         self.episodes = []
 
@@ -208,7 +216,7 @@ class Dialogues:
             except Exception as refusal:  # the answer spells a special token
                 error = refusal
         if error:  # of any type: sys.exit() raises SystemExit
-            episode.error = f"{place_of(error)}{error!r:.200}"
+            episode.error = failure(error)
             advice = "such a dialogue counts as the worst of its group"
             self._warn_once("error", f"environment: {episode.error}; {advice}")
         # there must be room for a turn after the answer

@@ -33,7 +33,7 @@ from ..runtime.rng import stream
 from ..task import Task
 from ..tasks.base import ChangedTask
 from ..types import ConfigError, Example
-from ..userfiles import load_name, place_of
+from ..userfiles import failure, load_name
 from .tools import TIMEOUT_S, Tool
 
 # public methods that the model cannot call
@@ -257,7 +257,7 @@ class TurnTask(ChangedTask):
         begin = partial(reset, example=example, timeout_s=kind.timeout_s)
         environment, (_, said, error) = tried(kind.make, kind.timeout_s, about, begin)
         if error:
-            raise RunFailed(f"{about}: {place_of(error)}{error!r:.200}") from error
+            raise RunFailed(f"{about}: {failure(error)}") from error
         messages = extended(example.messages, said) if example.messages else []
         if not messages:
             example = replace(example, prompt=example.prompt + said)
@@ -288,7 +288,7 @@ class TurnTask(ChangedTask):
             about = f"environment {kind.name}"
             outcome = tried(kind.make, kind.timeout_s, about, look_at)[1]
             if outcome.error:
-                raise RunFailed(f"{about}: {outcome.error!r:.200}") from outcome.error
+                raise RunFailed(f"{about}: {failure(outcome.error)}") from outcome.error
             described[kind.name] = outcome.result
         return described
 

@@ -15,9 +15,10 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from ..errors import ConfigError, refusing
+from ..errors import ConfigError, refusing, text_of
 from ..model.chat import Message
 from ..runtime.pool import finished
+from ..userfiles import innermost, name_of
 
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
@@ -39,12 +40,18 @@ class Tool:
     @classmethod
     def of(cls, given: Any) -> "Tool":
         """A tool by the name of a function. Raises ConfigError for what a model cannot call."""
-        name = getattr(given, "__name__", "")
-        if not (inspect.isroutine(given) and name.isidentifier()):
+        name = name_of(given)
+        if isinstance(given, type) or not (callable(given) and name.isidentifier()):
             raise ConfigError(f"tool {given!r:.80}: give a function with a name, made by `def`")
         tool = cls(name, given)
         assert tool.schema  # an error in it is found now
         return tool
+
+    @cached_property
+    def written(self) -> Callable[..., Any]:
+        """The code with type hints and a docstring: inside partials, or of an object's call."""
+        inner = innermost(self.function)
+        return inner if inspect.isroutine(inner) else inner.__call__
 
     @cached_property
     def typed(self) -> Callable[..., Any]:
@@ -54,17 +61,21 @@ class Tool:
             return self.function(*args, **options)
 
         signature = inspect.signature(self.function)
-        for each in signature.parameters.values():
+        # what a partial has set is not for the model to choose
+        chosen = {*getattr(self.function, "keywords", ())}
+        parameters = [x for x in signature.parameters.values() if x.name not in chosen]
+        for each in parameters:
             if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL):
                 raise TypeError(f"a model gives arguments by name, and {each} has none")
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__annotations__ = get_type_hints(self.function, include_extras=True)
+        hints = get_type_hints(self.written, include_extras=True)
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {x.name: hints[x.name] for x in parameters if x.name in hints}
         return call
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates expect it, from its type hints and its docstring."""
-        about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
+        about, _, rest = (inspect.getdoc(self.written) or "").partition("\nArgs:\n")
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
@@ -152,27 +163,46 @@ def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
     return next(filter(None, found), [])
 
 
+@dataclass(frozen=True)
+class Result:
+    """What came of a call."""
+
+    name: str  # that was called
+    content: str  # what the model reads
+    has_failed: bool = False
+    error: BaseException | None = None  # what the tool raised
+
+    @property
+    def message(self) -> Message:
+        return {
+            "role": "tool",
+            "name": self.name,
+            "content": self.content,
+            "tool_call_id": CALL_ID,
+        }
+
+
 def result_of(
     tools: Mapping[str, Tool], name: str, arguments: Any, timeout_s: float = TIMEOUT_S
-) -> Message:
-    """What a tool returns, as a message. What is wrong with a call is one too, in a sentence."""
+) -> Result:
+    """What a tool returns. What is wrong with a call is said in a sentence."""
     if name not in [*tools]:
         there = f"; there are: {', '.join(tools)}" if tools else ""
-        content = f"There is no tool named {name!s:.80}{there}."
-    elif not isinstance(arguments, Mapping):
-        content = f"{name} did not work: its arguments must be an object with their names."
-    else:
-        try:
-            content = str(tools[name].call(arguments, timeout_s))
-        except BaseException as error:  # sys.exit() too
-            content = f"{name} did not work: {in_words(error)}"
-    return {"role": "tool", "name": name, "content": content, "tool_call_id": CALL_ID}
+        return Result(name, f"There is no tool named {name!s:.80}{there}.", has_failed=True)
+    if not isinstance(arguments, Mapping):
+        needed = "its arguments must be an object with their names"
+        return Result(name, f"{name} did not work: {needed}.", has_failed=True)
+    try:
+        return Result(name, str(tools[name].call(arguments, timeout_s)))
+    except ValidationError as error:
+        return Result(name, f"{name} did not work: {in_words(error)}", has_failed=True)
+    except BaseException as error:  # sys.exit() too
+        content = f"{name} did not work: {type(error).__name__}: {text_of(error, str)}"
+        return Result(name, content, has_failed=True, error=error)
 
 
-def in_words(error: BaseException) -> str:
-    """An error of a tool as a model reads it, without what depends on how the run was started."""
-    if not isinstance(error, ValidationError):
-        return f"{type(error).__name__}: {error}"
+def in_words(error: ValidationError) -> str:
+    """What is wrong with arguments, without what depends on how the run was started."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(".".join(map(str, each["loc"])), each["msg"]) for each in found[:MOST_FINDINGS]]
     return "; ".join(f"{place}: {message}" for place, message in named)
