@@ -39,6 +39,15 @@ def solved(example, text):
 """
 
 
+class BadError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def fails() -> None:
+    raise BadError
+
+
 def exchange(dist: DistContext) -> dict[str, Any]:
     """Every kind of exchange, once."""
     rank, found = dist.rank, dict[str, Any]()
@@ -54,8 +63,8 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     calls = list[int]()
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
-    with pytest.raises((IndexError, RunFailed)) as raised:
-        dist.on_main(lambda: [][0])
+    with pytest.raises((BadError, RunFailed)) as raised:
+        dist.on_main(fails)
     found["raised"] = raised.type.__name__
     dist.refuse_differences({"rows": "a"})
     with pytest.raises(ConfigError):
@@ -149,7 +158,7 @@ def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[
     main, other = found
     assert main["calls"] == [0] and other["calls"] == []
     assert main["on_main"] == other["on_main"] == "from 0"
-    assert (main["raised"], other["raised"]) == ("IndexError", "RunFailed")
+    assert (main["raised"], other["raised"]) == ("BadError", "RunFailed")
     assert main["after"] == other["after"] == 2
 
 
@@ -163,6 +172,20 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
             for key in a:
                 if not any(word in key for word in ("time", "memory", "difference")):
                     assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "a"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "b"}],
+)
+def test_settings_of_torchrun_that_do_not_fit_are_refused(
+    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (right | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError):
+        DistContext.from_env()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Reward functions: the table they make, what fails and what that costs, and who is trusted."""
 
 import asyncio
+import math
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from minigrpo.rewards import (
     settled,
     similarity,
 )
+from minigrpo.runtime import watchdog
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.base import load_task
 from minigrpo.types import ConfigError, Example, RewardTable
@@ -166,9 +169,28 @@ def test_names_and_weights_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError):
         scorer(["mine"], {"typo": 1.0})
     task = Lengths()
+    for weight in (math.nan, math.inf, -math.inf, "1", None):
+        task.parts = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
+        settings: list[dict[str, Any]] = [
+            {"weights": {"length": weight}},
+            {"functions": [reward(lambda example, text: 1.0, weight=weight)]},
+        ]
+        for options in settings:
+            with pytest.raises(ConfigError):
+                RewardScorer(Lengths(), **options)
+        with pytest.raises(ConfigError):
+            RewardScorer(task)
+    task = Lengths()
     task.success = "lenght"  # the headline would be another measure, under this name
     with pytest.raises(ConfigError):
         RewardScorer(task)
+
+
+@pytest.mark.parametrize("timeout_s", [None, "5", math.nan, math.inf, 0, -1.0])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError):
+        reward(lambda example, text: 1.0, timeout_s=timeout_s)
+    assert score(reward(lambda example, text: 1.0, timeout_s=np.float32(5)))[1] == 0
 
 
 def test_each_function_has_a_name_of_its_own() -> None:
@@ -227,7 +249,12 @@ SIGNS = st.sampled_from([1.0, -1.0])
 
 
 class BadError(Exception):
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    __str__ = __repr__
+
+    def __bool__(self) -> bool:
         raise RuntimeError
 
 
@@ -244,6 +271,33 @@ def test_what_is_no_number_or_raises_is_the_worst_of_its_group(workers: int) -> 
         values, failures, warnings = score(odd, workers)
         assert values == [[-4, -4, -4], [-5, -4, -5]], answer
         assert failures == 2 and len(warnings) == 1, answer
+
+
+OWN = """
+from minigrpo import reward
+def exits(example, text):
+    if text == "bad":
+        raise SystemExit(0)
+    return len(text)
+@reward(process=True)
+def process(example, text):
+    return exits(example, text)
+@reward(timeout_s=5)
+async def coroutine(example, text):
+    return exits(example, text)
+@reward(timeout_s=5)
+async def tasks(example, text):
+    return (await asyncio.gather(coroutine(example, text)))[0]
+"""
+
+
+def test_exit_of_a_function_fails_its_call_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import asyncio" + OWN)
+    for function in load_rewards(str(tmp_path / "own.py")):
+        assert score(function)[:2] == ([[4, 4, 4], [4, 4, 5]], 2), function.name
+    for kind in ("batched", "grouped"):
+        exits = reward(**{kind: True})(lambda examples, texts: sys.exit(0))
+        assert score(exits)[1] == 6
 
 
 @given(st.data(), SIGNS)
@@ -390,6 +444,17 @@ def test_a_call_that_holds_the_lock_ends_with_its_process(process: bool, tmp_pat
         assert b"backtracks" in killed.stderr and b"a" * 40 + b"!" in killed.stderr
     done = run()
     assert (done.returncode, done.stdout) == (0, SETTLED * 2), done.stderr
+
+
+def test_calls_go_on_if_the_watchdog_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "other_process", Mock(side_effect=RuntimeError))
+    assert score(reward(lambda example, text: 1.0))[1] == 0
+
+
+def test_half_a_line_in_the_list_of_hung_calls_is_left_out(tmp_path: Path) -> None:
+    marks = tmp_path / "marks.jsonl"
+    marks.write_bytes(b'{"key": "a"}\n[1]\n\n{"key": "b"}\n{"key": "\xc3')
+    assert watchdog.Watchdog(marks).marked == {"a", "b"}
 
 
 @pytest.mark.parametrize("kind", ["", "batched", "grouped", "task"])

@@ -15,6 +15,7 @@ from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from ..errors import text_of
 from .watchdog import Watchdog
 
 LATE = "it took longer than its timeout_s"
@@ -62,8 +63,8 @@ class Pool:
         self, key: Hashable, function: Callable[[], object], timeout_s: float, about: str
     ) -> None:
         """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""
+        self.todo.put(Call(key, function, float(timeout_s), about))
         self.num_open += 1
-        self.todo.put(Call(key, function, timeout_s, about))
 
     def ended(self, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
@@ -100,23 +101,30 @@ class Pool:
     def _work(self) -> None:
         thread = threading.get_ident()
         for call in iter(self.todo.get, None):
+            result = error = None
             self.running[call.key] = Running(time.monotonic() + call.timeout_s, thread)
             try:
                 self.watchdog.begin(call.about, call.timeout_s)
-                outcome = Outcome(call.key, call.function(), None)
-            except BaseException as error:  # sys.exit() too
-                outcome = Outcome(call.key, None, error)
+                result = call.function()
+            except BaseException as raised:  # sys.exit() too
+                error = raised
             if self.running.pop(call.key, None) is None:
                 return  # too late
+            self.done.put(Outcome(call.key, result, error))
             self.watchdog.end(thread)
-            self.done.put(outcome)
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop that awaits the users' functions: one for all, because clients belong to a loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a call, which alone has failed
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
     return loop
 
 
@@ -187,5 +195,5 @@ def serve(file: int) -> None:
             try:
                 pipe.send((function(*arguments), ""))  # nothing, if the answer cannot be pickled
             except BaseException as error:
-                pipe.send((None, f"{error!r:.200}"))
+                pipe.send((None, text_of(error)))
             signal.setitimer(signal.ITIMER_REAL, 0)

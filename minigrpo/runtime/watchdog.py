@@ -30,8 +30,11 @@ class Watchdog:
     def __init__(self, marks: Path | None = None) -> None:
         """`marks`: where calls are marked that have ended a process; None: nowhere."""
         self.marks = marks
-        lines = marks.read_text("utf-8").splitlines() if marks and marks.is_file() else ()
-        self.marked = {json.loads(line)["key"] for line in lines}
+        lines = marks.read_bytes().splitlines() if marks and marks.is_file() else ()
+        self.marked = set[str]()
+        for line in lines:
+            with suppress(ValueError, TypeError, LookupError):  # a full disk leaves half a line
+                self.marked.add(json.loads(line)["key"])
 
     def begin(self, about: str, timeout_s: float) -> None:
         """This thread begins a call. Raises TimeoutError if it has ended a process before."""
@@ -57,7 +60,7 @@ lock = threading.Lock()  # one process, and whole lines
 
 
 def send(**message: Any) -> None:
-    with lock, suppress(OSError):  # if somebody has ended the other process, the run goes on
+    with lock, suppress(Exception):  # if there is no other process (any more), the run goes on
         pipe = other_process().stdin
         assert pipe
         pipe.write(json.dumps(message).encode() + b"\n")
@@ -101,7 +104,7 @@ def watch(run: int) -> None:
         late = [call for call in late if is_busy(run, call["system_thread"])] or late
         for call in late:
             with open(call["marks"], "a", encoding="utf-8") as file:
-                file.write(json.dumps(call) + "\n")
+                file.write(f"\n{json.dumps(call)}\n")  # after half a line, too
             said = f"took longer than {call['timeout_s']:g} s and let nothing else run"
             print(f"error: {call['about']}: {said}; the run is killed", file=sys.stderr)
         if late:
