@@ -53,6 +53,18 @@ SOLVED = """import minigrpo
 def solved(example, text):
     return float(int(example.answer) < 4 or len(text) % 3 == 0)
 """
+SIGNALS = """import os, signal
+from pathlib import Path
+import minigrpo
+asked = Path(__file__).with_name("asked")
+@minigrpo.reward(process=True)
+def signals(example, text):
+    if asked.exists():
+        asked.unlink()
+        for pid in (os.getppid(), os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+    return len(text) % 7
+"""
 VARY = ("time", "memory/")  # metrics that begin with these, or are called step_time
 SLOWEST = 3.0  # seconds within which a process is killed at a random moment
 
@@ -186,6 +198,26 @@ def test_a_signal_ends_a_command_whose_steps_are_saved_and_continued(tmp_path: P
     again = Trainer(config.replace(stop_after=step + 2), quiet=True)
     assert again.step == step and (run / "model.safetensors").exists()
     assert again.fit()["step"] == step + 2
+
+
+def test_a_signal_to_all_processes_of_a_job_changes_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    settings = {"rewards": str(tmp_path / "signals.py"), "reward_weights": {}}
+    calm = make(tmp_path / "calm", **settings, stop_after=3)
+    calm.fit()
+    learn = learner.Learner.learn
+
+    def asks_after(self: learner.Learner, batch: Any, step: int) -> dict[str, float]:
+        if step == 1:
+            (tmp_path / "asked").touch()
+        return learn(self, batch, step)
+
+    monkeypatch.setattr(learner.Learner, "learn", asks_after)
+    run = make(tmp_path / "run", **settings)
+    assert run.fit()["exit_reason"] == "SIGTERM"
+    assert result(tmp_path / "run", run) == result(tmp_path / "calm", calm)
 
 
 def poison(run: Trainer, steps: set[int]) -> Trainer:

@@ -1,7 +1,9 @@
 """Reward functions: the table they make, what fails and what that costs, and who is trusted."""
 
 import asyncio
+import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -34,9 +36,12 @@ from minigrpo.rewards import (
     similarity,
 )
 from minigrpo.runtime import watchdog
+from minigrpo.runtime.pool import STOP_SIGNALS
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.base import load_task
 from minigrpo.types import ConfigError, Example, RewardTable
+
+from .tiny import descendants, is_running, wait_until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = [Example("1+1=", "2", 0), Example("2+2=", "4", 1)]
@@ -444,6 +449,107 @@ def test_a_call_that_holds_the_lock_ends_with_its_process(process: bool, tmp_pat
         assert b"backtracks" in killed.stderr and b"a" * 40 + b"!" in killed.stderr
     done = run()
     assert (done.returncode, done.stdout) == (0, SETTLED * 2), done.stderr
+
+
+IN_FLIGHT = """
+import asyncio
+import time
+from pathlib import Path
+from minigrpo import reward
+
+def goes_on(name):
+    Path(name).touch()
+    return Path("go").exists()
+
+@reward(timeout_s=3)
+def plain(example, text):
+    while not goes_on("plain"):
+        time.sleep(0.01)
+    return 1.0
+
+@reward(timeout_s=3)
+async def coroutine(example, text):
+    while not goes_on("coroutine"):
+        await asyncio.sleep(0.01)
+    return 1.0
+
+@reward(timeout_s=3, process=True)
+def process(example, text):
+    while text != "first" and not goes_on("process"):
+        time.sleep(0.01)
+    return 1.0
+"""
+SCORES_IN_FLIGHT = """
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import rewards
+from minigrpo.rewards import RewardScorer
+from minigrpo.task import Task
+from minigrpo.types import Example
+
+functions = rewards.plain, rewards.coroutine, rewards.process
+scorers = [RewardScorer(Task(), functions=[function]) for function in functions]
+scorers[2].score([Example("?")], [["first"]])  # the process is there
+for _ in range(2):
+    with ThreadPoolExecutor() as pool:
+        tables = pool.map(lambda scorer: scorer.score([Example("?")], [["a"]]), scorers)
+    totals = [table.total.tolist() for table in tables]
+    for name in ("plain", "coroutine", "process", "go"):
+        Path(name).unlink()
+    print(*totals, flush=True)
+"""
+
+
+def test_calls_in_flight_outlast_signals_and_pauses_of_the_job_and_end_with_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rewards.py").write_text(IN_FLIGHT)
+    (tmp_path / "scores.py").write_text(SCORES_IN_FLIGHT)
+    command, env = [sys.executable, "scores.py"], {"PYTHONPATH": str(ROOT)}
+    calls = [tmp_path / name for name in ("plain", "coroutine", "process")]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as run:
+        assert run.stdout
+        wait_until(lambda: all(call.exists() for call in calls))
+        others = descendants(run.pid)  # a worker and the watchdog
+        assert len(others) == 2
+
+        # signals that the run handles reach all processes of a job
+        for name in STOP_SIGNALS:
+            for pid in others:
+                os.kill(pid, signal.Signals[name])
+
+        # a pause
+        for pid in (run.pid, *others):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.2)
+        (tmp_path / "go").touch()
+        for pid in (run.pid, *others):
+            os.kill(pid, signal.SIGCONT)
+        assert run.stdout.readline() == b"[[1.0]] [[1.0]] [[1.0]]\n"
+
+        # the same processes are there for the next calls, and end with the run
+        wait_until(lambda: all(call.exists() for call in calls))
+        assert descendants(run.pid) == others
+        run.kill()
+        run.wait()
+        wait_until(lambda: not any(map(is_running, others)))
+
+
+def test_a_run_that_is_stopped_alone_is_not_silent() -> None:
+    """The watchdog kills a run that goes on and says nothing."""
+    with subprocess.Popen(["sleep", "60"]) as run:
+        run.send_signal(signal.SIGSTOP)
+        command = [sys.executable, "-I", watchdog.__file__, str(run.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as watching:
+            assert watching.stdin
+            call = {"thread": 1, "system_thread": run.pid, "key": "a", "about": "a"}
+            call |= {"timeout_s": 0.1 - watchdog.GRACE_S, "marks": os.devnull}
+            watching.stdin.write(json.dumps(call).encode() + b"\n")
+            watching.stdin.flush()
+            time.sleep(2.5)
+            assert run.poll() is None
+            run.send_signal(signal.SIGCONT)
+            assert run.wait(30) == -signal.SIGKILL
 
 
 def test_calls_go_on_if_the_watchdog_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from ..types import Warn
 from .distributed import DistContext
+from .pool import STOP_SIGNALS
 
-# Ctrl-C; a scheduler that ends the job; schedulers that warn before they do; a terminal that closes
-REASONS = ("", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+REASONS = ("", *STOP_SIGNALS)
 SAME_REQUEST = 1.0  # seconds: the terminal and the launcher may both send the same signal
 
 

@@ -83,8 +83,8 @@ def other_process() -> "subprocess.Popen[bytes]":
 
 def watch(run: int) -> None:
     """The other process: watch the process `run` until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the run saves itself first
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)  # the run saves itself first
     calls: dict[int, dict[str, Any]] = {}  # in work, by thread
     rest = b""
     silence_s = 0  # while the whole job is stopped, no time passes
@@ -99,9 +99,14 @@ def watch(run: int) -> None:
                 if "key" in message:
                     calls[message["thread"]] = message
             continue
+        if state(Path(f"/proc/{run}")) in ("T", "t"):  # the run alone is stopped, as by SIGSTOP
+            continue
         silence_s += 1
         late = [call for call in calls.values() if call["timeout_s"] + GRACE_S < silence_s]
-        late = [call for call in late if is_busy(run, call["system_thread"])] or late
+        threads = Path(f"/proc/{run}/task")
+        # which compute, and do not wait, such as for Python's lock
+        busy = [call for call in late if state(threads / str(call["system_thread"])) == "R"]
+        late = busy or late
         for call in late:
             with open(call["marks"], "a", encoding="utf-8") as file:
                 file.write(f"\n{json.dumps(call)}\n")  # after half a line, too
@@ -112,10 +117,11 @@ def watch(run: int) -> None:
             return
 
 
-def is_busy(run: int, system_thread: int) -> bool:
-    """Whether a thread computes, and does not wait, such as for Python's lock."""
-    status = Path(f"/proc/{run}/task/{system_thread}/stat")  # not on every system
-    return status.exists() and ") R " in status.read_text()
+def state(folder: Path) -> str:
+    """The letter of a process or thread in /proc; empty on a system without it."""
+    with suppress(OSError):
+        return (folder / "stat").read_text().rpartition(") ")[2][:1]
+    return ""
 
 
 if __name__ == "__main__":
