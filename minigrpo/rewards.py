@@ -252,6 +252,7 @@ class RewardScorer:
     def __post_init__(self) -> None:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
+        self.num_failures = 0  # of all scores so far
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
@@ -312,6 +313,7 @@ class RewardScorer:
         for name in self.names:
             weight = self.weights.get(name, 1.0)
             parts[name], failed[name] = settled(scores[name], batch.shape, weight)
+            self.num_failures += int(failed[name].sum())
         total = np.zeros(batch.shape)
         for name, weight in self.weights.items():
             # where a reward failed throughout, nobody knows what it would have paid
