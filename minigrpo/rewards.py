@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +29,7 @@ from .runtime.pool import Pool, WorkerProcesses, awaited
 from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
-from .userfiles import load_file, name_of, place_of
+from .userfiles import failure, load_file, name_of
 
 MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 RESERVED = ("step", "n", "reward")  # keys of eval.jsonl beside the measures
@@ -61,6 +62,9 @@ class RewardFunction:
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
+        with refusing(f"reward {self.name}: timeout_s {self.timeout_s!r}"):
+            if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+                raise ValueError("must be a number of seconds above 0")
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
         if self.process and (
             not is_found or self.is_async or self.function.__module__ == "__main__"
@@ -111,8 +115,8 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         name: in place of the function's own.
         weight: in the total (default 1); --reward-weights overrides it.
         batched: it takes lists of examples and texts, and returns a float per text, as a reward
-            model does. Which texts share a call is not fixed, so a text's score should depend on
-            that text alone.
+            model does. It sees each distinct text of a prompt once. Which texts share a call is
+            not fixed, so a text's score should depend on that text alone.
         grouped: it takes an example and all completions of its prompt, duplicates included, and
             returns a float per completion. A greedy completion of an evaluation is a group of one.
         tokens: it takes a `task.TokenBatch`, and returns `[P, G]` floats. It has no time limit,
@@ -247,6 +251,7 @@ class RewardScorer:
     def __post_init__(self) -> None:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
+        self.num_failures = 0  # of all scores so far
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
@@ -257,6 +262,10 @@ class RewardScorer:
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
                 said = f"must be once in {', '.join(self.names)}, a word, and none of {RESERVED}"
                 raise ConfigError(f"reward {name}: {said}")
+        for name, weight in self.weights.items():
+            with refusing(f"reward {name}: weight {weight!r}"):
+                if not math.isfinite(weight):
+                    raise ValueError("must be a finite number")
 
     @torch.no_grad()
     def score(
@@ -303,6 +312,7 @@ class RewardScorer:
         for name in self.names:
             weight = self.weights.get(name, 1.0)
             parts[name], failed[name] = settled(scores[name], batch.shape, weight)
+            self.num_failures += int(failed[name].sum())
         total = np.zeros(batch.shape)
         for name, weight in self.weights.items():
             # where a reward failed throughout, nobody knows what it would have paid
@@ -349,25 +359,28 @@ class RewardScorer:
         # 2. Call it.
         scores: list[float | None] = [math.nan] * len(batch.texts)  # by place
         # a thread that waits for an async function costs little
-        pool = Pool(len(calls) if function.is_async else self.workers, self.watchdog)
-        for number, places in enumerate(calls):
-            examples, texts = batch.pairs(places)
-            call = partial(function.scores, examples, texts)
-            about = f"reward {function.name}: {[x.prompt for x in examples]} -> {texts}"
-            # a worker process has a deadline of its own
-            timeout_s = math.inf if function.process else function.timeout_s * len(places)
-            pool.submit(number, call, timeout_s, about)
-        for number, answer, error in pool.all():
-            places = calls[number]
-            for place, score in zip(places, answer or (), strict=False):
-                scores[place] = score
-            fails = any(scores[place] != scores[place] for place in places)  # NaN
-            if fails and function.name not in self.first_errors:
-                error = error or ValueError("no finite number")
-                said = f"{place_of(error)}{error!r:.200}"
-                self.first_errors[function.name] = said
-                # a line per failure would flood the log
-                advice = "such completions count as the worst of their group"
-                self.warn(f"reward {function.name}: {said}; {advice}")
-        pool.close()
+        size = len(calls) if function.is_async else self.workers
+        with closing(Pool(size, self.watchdog)) as pool:
+            for number, places in enumerate(calls):
+                examples, texts = batch.pairs(places)
+                call = partial(function.scores, examples, texts)
+                about = f"reward {function.name}: {[x.prompt for x in examples]} -> {texts}"
+                # a worker process has a deadline of its own
+                timeout_s = math.inf if function.process else function.timeout_s * len(places)
+                pool.submit(number, call, timeout_s, about)
+            for number, answer, error in pool.all():
+                places = calls[number]
+                for place, score in zip(places, answer or (), strict=False):
+                    scores[place] = score
+                fails = any(scores[place] != scores[place] for place in places)  # NaN
+                if fails and function.name not in self.first_errors:
+                    self._note(function.name, error)
         return scores if function.grouped else batch.spread([scores[i] for i in batch.distinct])
+
+    def _note(self, name: str, error: BaseException | None) -> None:
+        """Keep the first failure of a function, and warn of it: all of them would flood the log."""
+        if error is None:
+            error = ValueError("no finite number")
+        said = failure(error)
+        self.first_errors[name] = said
+        self.warn(f"reward {name}: {said}; such completions count as the worst of their group")

@@ -8,6 +8,7 @@ weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -29,7 +30,7 @@ from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_u
 from .runtime.distributed import DistContext
 from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
-from .runtime.signals import StopRequest
+from .runtime.signals import Stopped, StopRequest
 from .runtime.statistics import Estimate
 from .types import ConfigError, digest
 from .userfiles import refusing_exit
@@ -98,6 +99,7 @@ class Trainer:
         )
         self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
+        self.stop_request = StopRequest(self.console.warn)
 
     def _batch_source(self) -> SupervisedBatches | RolloutBatches:
         prompts_per_step = self.config.sampling.prompts_per_step
@@ -140,13 +142,16 @@ class Trainer:
             f"{self.dist.world_size} x {self.device.type}",
         )
         try:
-            with StopRequest(self.console.warn) as request, refusing_exit(RunFailed):
-                stopped = self._train(request)
+            with self.stop_request, refusing_exit(RunFailed):
+                with suppress(Stopped):
+                    self._train()
                 state = self.learner.state_dict()
                 base = self.parts.base
                 self.dist.on_main(lambda: self.run_dir.save_end(self.model, state, base))
-                if not stopped:
-                    self._evaluate()
+                if not self._why_stopped():
+                    with suppress(Stopped):
+                        self._evaluate()
+                stopped = self._why_stopped()
         except BaseException as error:
             # in an update, the weights are between two of a step, or not finite
             if not self.learner.in_update:
@@ -161,13 +166,12 @@ class Trainer:
         self.console.finish(self.run_dir.path, summary)
         return summary
 
-    def _train(self, request: StopRequest) -> str:
-        """Train to the end, or until asked to stop; return why it stopped before, or ""."""
+    def _train(self) -> None:
+        """Train to the end, or until asked to stop. Raises Stopped for work that is broken off."""
         run = self.config.run
-        stopped = ""
         end = min(run.stop_after or run.max_steps, run.max_steps)
         with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
-            while self.step < end and not stopped:
+            while self.step < end and not self.stop_request.agreed(self.dist):
                 if not self.evaluations or (run.eval_every and self.step % run.eval_every == 0):
                     self._evaluate()
                 metrics = self.one_step()
@@ -177,15 +181,20 @@ class Trainer:
                 trace.step()
                 if self.step % run.save_every == 0 and self.step < end:  # `fit` saves the last one
                     self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
-                stopped = request.agreed(self.dist)
-        return stopped or ("stop_after" if self.step < run.max_steps else "")
+
+    def _why_stopped(self) -> str:
+        """Why the run stops before its end, the same in all processes; "" if it does not."""
+        is_early = self.step < self.config.run.max_steps
+        return self.stop_request.agreed(self.dist) or ("stop_after" if is_early else "")
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
         log = self.log
         step = self.step
         start = time.perf_counter()
+        num_failures = self.scorer.num_failures
         batch = self.source.batch(step)
+        self._refuse_cut_off(self.scorer.num_failures > num_failures)
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
         metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
@@ -198,17 +207,36 @@ class Trainer:
         self.scorer.check(metrics, self.step)
         return metrics
 
+    def _refuse_cut_off(self, has_failed: bool) -> None:
+        """Raise Stopped, in all processes, if a reward of this step failed and a stop is asked.
+
+        The signal may have ended what the reward had started. A resume makes the step again.
+        """
+        is_cut_off = has_failed and self.stop_request.reason != ""
+        if self.dist.max(torch.tensor(int(is_cut_off))):
+            self.console.warn(f"step {self.step + 1}: given up, because a reward failed meanwhile")
+            raise Stopped
+
     def _evaluate(self) -> None:
-        """Evaluate in the main process, unless this step has been."""
+        """Evaluate in the main process, unless this step has been.
+
+        Raises Stopped, in all processes, for a signal to the main one: a resume evaluates again.
+        """
         if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
 
-        def on_main() -> dict[str, Estimate]:
-            evaluation = measure(self.sampler, self.scorer)
+        def on_main() -> dict[str, Estimate] | None:
+            try:
+                with self.stop_request.breaking_off():
+                    evaluation = measure(self.sampler, self.scorer)
+            except Stopped:
+                return None
             samples.log_held_out(self.log, evaluation.greedy, evaluation.sampled, self.step)
             return evaluation.measures
 
         measures = self.dist.on_main(on_main)
+        if measures is None:
+            raise Stopped
         values = {name: estimate.value for name, estimate in measures.items()}
         self.evaluations.append({"step": self.step, **values})
         self.log.evaluation(self.step, values)  # last: a resume takes it as done

@@ -23,7 +23,8 @@ STEP_LINES = 3_100
 # The rooms, from the bottom. A room is a file at the top level or a folder. It may import rooms of
 # the rows above its own here, and no others.
 FLOORS = (
-    "assets errors fen sandbox",
+    "assets clock errors fen",
+    "sandbox",
     "types userfiles",
     "model task",
     "defaults",

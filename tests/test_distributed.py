@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import minigrpo
-from minigrpo import Config
+from minigrpo import Config, evaluate
 from minigrpo.parts import Given, Parts
 from minigrpo.rewards import RewardFunction
 from minigrpo.run.logging import read_jsonl
@@ -39,6 +39,15 @@ def solved(example, text):
 """
 
 
+class BadError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def fails() -> None:
+    raise BadError
+
+
 def exchange(dist: DistContext) -> dict[str, Any]:
     """Every kind of exchange, once."""
     rank, found = dist.rank, dict[str, Any]()
@@ -54,8 +63,8 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     calls = list[int]()
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
-    with pytest.raises((IndexError, RunFailed)) as raised:
-        dist.on_main(lambda: [][0])
+    with pytest.raises((BadError, RunFailed)) as raised:
+        dist.on_main(fails)
     found["raised"] = raised.type.__name__
     dist.refuse_differences({"rows": "a"})
     with pytest.raises(ConfigError):
@@ -80,6 +89,7 @@ def work(folder: Path, rank: int, ports: list[int]) -> None:
     """One of two processes, which meet twice."""
     dist = join(rank, ports[0])
     train(folder, folder / "two", dist)
+    stop_twice(folder, rank, dist)
     dist.close()
     distributed.TIMEOUT = TIMEOUT
     dist = join(rank, ports[1])
@@ -87,13 +97,42 @@ def work(folder: Path, rank: int, ports: list[int]) -> None:
     dist.close()
 
 
-def train(folder: Path, out_dir: Path, dist: DistContext | None = None) -> None:
+def stop_twice(folder: Path, rank: int, dist: DistContext) -> None:
+    """Train to the end, with two stops: in the evaluation of one, by a reward of the other."""
+    grade, scores = evaluate.grade, RewardFunction.scores
+
+    def in_evaluation(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return grade(*args)
+
+    def in_a_step(self: RewardFunction, examples: Any, texts: Any) -> Any:
+        if examples[0].index >= 4:  # of the second step
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise EOFError
+        return scores(self, examples, texts)
+
+    steps = []
+    for owner, name, stops, function in (
+        (evaluate, "grade", 0, in_evaluation),
+        (RewardFunction, "scores", 1, in_a_step),
+        (None, "", None, None),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == stops:
+                patch.setattr(owner, name, function)
+            steps.append(train(folder, folder / "stopped", dist, resume="auto")["step"])
+    (folder / f"steps_{rank}.json").write_text(json.dumps(steps))
+
+
+def train(
+    folder: Path, out_dir: Path, dist: DistContext | None = None, **changes: Any
+) -> dict[str, Any]:
     from minigrpo import Trainer
 
     settings = {**tiny.TINY, **STEPS, "model": str(folder / "model"), "out_dir": str(out_dir)}
     settings |= {"data": str(folder / "rows.jsonl"), "eval_data": str(folder / "held_out.jsonl")}
     settings |= {"task": "prompts", "rewards": str(folder / "solved.py")}
-    Trainer(Config.of(**settings), dist=dist, quiet=True).fit()
+    return Trainer(Config.of(**settings, **changes), dist=dist, quiet=True).fit()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +188,7 @@ def test_the_main_process_works_while_no_collective_is_pending(found: list[dict[
     main, other = found
     assert main["calls"] == [0] and other["calls"] == []
     assert main["on_main"] == other["on_main"] == "from 0"
-    assert (main["raised"], other["raised"]) == ("IndexError", "RunFailed")
+    assert (main["raised"], other["raised"]) == ("BadError", "RunFailed")
     assert main["after"] == other["after"] == 2
 
 
@@ -163,6 +202,31 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
             for key in a:
                 if not any(word in key for word in ("time", "memory", "difference")):
                     assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-5), key
+
+
+def test_what_a_stop_breaks_off_in_one_process_is_made_again_by_both(folder: Path) -> None:
+    for rank in range(2):
+        assert json.loads((folder / f"steps_{rank}.json").read_text()) == [0, 1, 3]
+    assert [line["step"] for line in read_jsonl(folder / "stopped" / "eval.jsonl")] == [0, 3]
+    found = [
+        torch.load(folder / name / "checkpoints/step_000003/state.pt")["model"]
+        for name in ("two", "stopped")
+    ]
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "a"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "b"}],
+)
+def test_settings_of_torchrun_that_do_not_fit_are_refused(
+    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (right | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError):
+        DistContext.from_env()
 
 
 @pytest.mark.slow

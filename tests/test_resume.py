@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -24,7 +25,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 
-from minigrpo import Config, Trainer, learner, rewards, trainer
+from minigrpo import Config, Trainer, evaluate, learner, rewards, trainer
 from minigrpo.run.checkpoint import checkpoints, is_finite, load_checkpoint, newest
 from minigrpo.runtime.guard import Diverged, RunFailed
 
@@ -52,6 +53,23 @@ SOLVED = """import minigrpo
 @minigrpo.reward(success=True)
 def solved(example, text):
     return float(int(example.answer) < 4 or len(text) % 3 == 0)
+"""
+FAILS = """import minigrpo
+@minigrpo.reward
+def fails(example, text):
+    return 1 / (len(text) % 4)
+"""
+SIGNALS = """import os, signal
+from pathlib import Path
+import minigrpo
+asked = Path(__file__).with_name("asked")
+@minigrpo.reward(process=True)
+def signals(example, text):
+    if asked.exists():
+        asked.unlink()
+        for pid in (os.getppid(), os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+    return len(text) % 7
 """
 VARY = ("time", "memory/")  # metrics that begin with these, or are called step_time
 SLOWEST = 3.0  # seconds within which a process is killed at a random moment
@@ -186,6 +204,84 @@ def test_a_signal_ends_a_command_whose_steps_are_saved_and_continued(tmp_path: P
     again = Trainer(config.replace(stop_after=step + 2), quiet=True)
     assert again.step == step and (run / "model.safetensors").exists()
     assert again.fit()["step"] == step + 2
+
+
+def ask_to_stop(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Have the `call`-th call of a function begin with a signal to this process."""
+    original, calls = getattr(owner, name), count(1)
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, signalled)
+
+
+@pytest.mark.parametrize(("call", "step"), [(1, 0), (4, 4), (6, 6)])
+def test_a_signal_breaks_off_an_evaluation_which_a_resume_makes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
+) -> None:
+    """The first, one on the way and the last; `call` counts their greedy and sampled parts."""
+    calm = make(tmp_path / "calm")
+    calm.fit()
+    with monkeypatch.context() as patch:
+        ask_to_stop(patch, evaluate, "grade", call)
+        stopped = make(tmp_path / "run").fit()
+    assert (stopped["status"], stopped["exit_reason"], stopped["step"]) == (
+        *("stopped", "SIGTERM"),
+        step,
+    )
+    assert [line["step"] for line in lines(tmp_path / "run", "eval.jsonl")] == [*range(0, step, 4)]
+    again = make(tmp_path / "run", resume="auto")
+    assert again.fit()["status"] == "finished"
+    assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
+
+
+def test_a_signal_to_all_processes_of_a_job_changes_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "signals.py").write_text(SIGNALS)
+    settings = {"rewards": str(tmp_path / "signals.py"), "reward_weights": {}}
+    calm = make(tmp_path / "calm", **settings, stop_after=3)
+    calm.fit()
+    learn = learner.Learner.learn
+
+    def asks_after(self: learner.Learner, batch: Any, step: int) -> dict[str, float]:
+        if step == 1:
+            (tmp_path / "asked").touch()
+        return learn(self, batch, step)
+
+    monkeypatch.setattr(learner.Learner, "learn", asks_after)
+    run = make(tmp_path / "run", **settings)
+    assert run.fit()["exit_reason"] == "SIGTERM"
+    assert result(tmp_path / "run", run) == result(tmp_path / "calm", calm)
+
+
+def test_a_step_whose_reward_was_cut_off_by_a_stop_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may end what a reward has started; the groups that fail would be replaced."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    settings = {"rewards": str(tmp_path / "fails.py"), "reward_weights": {}, "dynamic_sampling": 1}
+    calm = make(tmp_path / "calm", **settings)
+    calm.fit()
+    assert any(line["rewards/fails/failures"] for line in lines(tmp_path / "calm", "metrics.jsonl"))
+    run, scores = make(tmp_path / "run", **settings), rewards.RewardFunction.scores
+
+    def cut_off(*args: Any) -> Any:
+        if run.step == 3:
+            if not run.stop_request.reason:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise EOFError
+        return scores(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewards.RewardFunction, "scores", cut_off)
+        assert run.fit()["step"] == 3
+    again = make(tmp_path / "run", **settings, resume="auto")
+    assert again.fit()["status"] == "finished"
+    assert result(tmp_path / "run", again) == result(tmp_path / "calm", calm)
 
 
 def poison(run: Trainer, steps: set[int]) -> Trainer:

@@ -1,6 +1,9 @@
 """Reward functions: the table they make, what fails and what that costs, and who is trusted."""
 
 import asyncio
+import json
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,9 +35,13 @@ from minigrpo.rewards import (
     settled,
     similarity,
 )
+from minigrpo.runtime import watchdog
+from minigrpo.runtime.pool import STOP_SIGNALS
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.base import load_task
 from minigrpo.types import ConfigError, Example, RewardTable
+
+from .tiny import descendants, is_running, wait_until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = [Example("1+1=", "2", 0), Example("2+2=", "4", 1)]
@@ -166,9 +174,28 @@ def test_names_and_weights_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError):
         scorer(["mine"], {"typo": 1.0})
     task = Lengths()
+    for weight in (math.nan, math.inf, -math.inf, "1", None):
+        task.parts = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
+        settings: list[dict[str, Any]] = [
+            {"weights": {"length": weight}},
+            {"functions": [reward(lambda example, text: 1.0, weight=weight)]},
+        ]
+        for options in settings:
+            with pytest.raises(ConfigError):
+                RewardScorer(Lengths(), **options)
+        with pytest.raises(ConfigError):
+            RewardScorer(task)
+    task = Lengths()
     task.success = "lenght"  # the headline would be another measure, under this name
     with pytest.raises(ConfigError):
         RewardScorer(task)
+
+
+@pytest.mark.parametrize("timeout_s", [None, "5", math.nan, math.inf, 0, -1.0])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(ConfigError):
+        reward(lambda example, text: 1.0, timeout_s=timeout_s)
+    assert score(reward(lambda example, text: 1.0, timeout_s=np.float32(5)))[1] == 0
 
 
 def test_each_function_has_a_name_of_its_own() -> None:
@@ -227,7 +254,12 @@ SIGNS = st.sampled_from([1.0, -1.0])
 
 
 class BadError(Exception):
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    __str__ = __repr__
+
+    def __bool__(self) -> bool:
         raise RuntimeError
 
 
@@ -244,6 +276,33 @@ def test_what_is_no_number_or_raises_is_the_worst_of_its_group(workers: int) -> 
         values, failures, warnings = score(odd, workers)
         assert values == [[-4, -4, -4], [-5, -4, -5]], answer
         assert failures == 2 and len(warnings) == 1, answer
+
+
+OWN = """
+from minigrpo import reward
+def exits(example, text):
+    if text == "bad":
+        raise SystemExit(0)
+    return len(text)
+@reward(process=True)
+def process(example, text):
+    return exits(example, text)
+@reward(timeout_s=5)
+async def coroutine(example, text):
+    return exits(example, text)
+@reward(timeout_s=5)
+async def tasks(example, text):
+    return (await asyncio.gather(coroutine(example, text)))[0]
+"""
+
+
+def test_exit_of_a_function_fails_its_call_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import asyncio" + OWN)
+    for function in load_rewards(str(tmp_path / "own.py")):
+        assert score(function)[:2] == ([[4, 4, 4], [4, 4, 5]], 2), function.name
+    for kind in ("batched", "grouped"):
+        exits = reward(**{kind: True})(lambda examples, texts: sys.exit(0))
+        assert score(exits)[1] == 6
 
 
 @given(st.data(), SIGNS)
@@ -390,6 +449,118 @@ def test_a_call_that_holds_the_lock_ends_with_its_process(process: bool, tmp_pat
         assert b"backtracks" in killed.stderr and b"a" * 40 + b"!" in killed.stderr
     done = run()
     assert (done.returncode, done.stdout) == (0, SETTLED * 2), done.stderr
+
+
+IN_FLIGHT = """
+import asyncio
+import time
+from pathlib import Path
+from minigrpo import reward
+
+def goes_on(name):
+    Path(name).touch()
+    return Path("go").exists()
+
+@reward(timeout_s=3)
+def plain(example, text):
+    while not goes_on("plain"):
+        time.sleep(0.01)
+    return 1.0
+
+@reward(timeout_s=3)
+async def coroutine(example, text):
+    while not goes_on("coroutine"):
+        await asyncio.sleep(0.01)
+    return 1.0
+
+@reward(timeout_s=3, process=True)
+def process(example, text):
+    while text != "first" and not goes_on("process"):
+        time.sleep(0.01)
+    return 1.0
+"""
+SCORES_IN_FLIGHT = """
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import rewards
+from minigrpo.rewards import RewardScorer
+from minigrpo.task import Task
+from minigrpo.types import Example
+
+functions = rewards.plain, rewards.coroutine, rewards.process
+scorers = [RewardScorer(Task(), functions=[function]) for function in functions]
+scorers[2].score([Example("?")], [["first"]])  # the process is there
+for _ in range(2):
+    with ThreadPoolExecutor() as pool:
+        tables = pool.map(lambda scorer: scorer.score([Example("?")], [["a"]]), scorers)
+    totals = [table.total.tolist() for table in tables]
+    for name in ("plain", "coroutine", "process", "go"):
+        Path(name).unlink()
+    print(*totals, flush=True)
+"""
+
+
+def test_calls_in_flight_outlast_signals_and_pauses_of_the_job_and_end_with_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rewards.py").write_text(IN_FLIGHT)
+    (tmp_path / "scores.py").write_text(SCORES_IN_FLIGHT)
+    command, env = [sys.executable, "scores.py"], {"PYTHONPATH": str(ROOT)}
+    calls = [tmp_path / name for name in ("plain", "coroutine", "process")]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as run:
+        assert run.stdout
+        wait_until(lambda: all(call.exists() for call in calls))
+        others = descendants(run.pid)  # a worker and the watchdog
+        assert len(others) == 2
+
+        # signals that the run handles reach all processes of a job
+        for name in STOP_SIGNALS:
+            for pid in others:
+                os.kill(pid, signal.Signals[name])
+
+        # a pause
+        for pid in (run.pid, *others):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.2)
+        (tmp_path / "go").touch()
+        for pid in (run.pid, *others):
+            os.kill(pid, signal.SIGCONT)
+        assert run.stdout.readline() == b"[[1.0]] [[1.0]] [[1.0]]\n"
+
+        # the same processes are there for the next calls, and end with the run
+        wait_until(lambda: all(call.exists() for call in calls))
+        assert descendants(run.pid) == others
+        run.kill()
+        run.wait()
+        wait_until(lambda: not any(map(is_running, others)))
+
+
+def test_a_run_that_is_stopped_alone_is_not_silent() -> None:
+    """The watchdog kills a run that goes on and says nothing."""
+    with subprocess.Popen(["sleep", "60"]) as run:
+        run.send_signal(signal.SIGSTOP)
+        command = [sys.executable, "-I", watchdog.__file__, str(run.pid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as watching:
+            assert watching.stdin
+            call = {"thread": 1, "system_thread": run.pid, "key": "a", "about": "a"}
+            call |= {"timeout_s": 0.1 - watchdog.GRACE_S, "marks": os.devnull}
+            watching.stdin.write(json.dumps(call).encode() + b"\n")
+            watching.stdin.flush()
+            time.sleep(2.5)
+            assert run.poll() is None
+            run.send_signal(signal.SIGCONT)
+            assert run.wait(30) == -signal.SIGKILL
+
+
+def test_calls_go_on_if_the_watchdog_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "other_process", Mock(side_effect=RuntimeError))
+    assert score(reward(lambda example, text: 1.0))[1] == 0
+
+
+def test_half_a_line_in_the_list_of_hung_calls_is_left_out(tmp_path: Path) -> None:
+    marks = tmp_path / "marks.jsonl"
+    marks.write_bytes(b'{"key": "a"}\n[1]\n\n{"key": "b"}\n{"key": "\xc3')
+    assert watchdog.Watchdog(marks).marked == {"a", "b"}
 
 
 @pytest.mark.parametrize("kind", ["", "batched", "grouped", "task"])

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -61,6 +62,29 @@ def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    with suppress(OSError):
+        return _status(pid)[0] != "Z"
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """The running processes that a process has started, and that those have, in order."""
+    found = [pid]
+    for one in sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(OSError):
+            state, parent = _status(one)
+            if int(parent) in found and state != "Z":
+                found.append(one)
+    return found[1:]
+
+
+def _status(pid: int) -> list[str]:
+    """The state and the parent of a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:

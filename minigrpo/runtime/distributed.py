@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, refusing
+from ..errors import ConfigError, refusing, text_of
 from .guard import RunFailed
 
 T = TypeVar("T")
@@ -40,6 +40,9 @@ class DistContext:
         if "WORLD_SIZE" not in os.environ:
             return cls()
         with refusing("WORLD_SIZE is set, but not what torchrun sets with it"):
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+                raise ValueError("RANK must be from 0 to WORLD_SIZE - 1")
             store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -50,7 +53,6 @@ class DistContext:
             world_size=world_size,
             timeout=TIMEOUT,
         )
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
         return cls(rank, local_rank, world_size, patient)
 
@@ -101,7 +103,7 @@ class DistContext:
             if self.is_main:
                 outcome[0] = function()
         except BaseException as error:
-            outcome[1] = f"{type(error).__name__} in rank 0: {error}"
+            outcome[1] = f"{type(error).__name__} in rank 0: {text_of(error, str)}"
             raise
         finally:
             dist.broadcast_object_list(outcome, group=self.patient)

@@ -1,24 +1,32 @@
 """Threads and processes that call code of others, each call with a deadline."""
 
 import asyncio
+import fcntl
 import inspect
+import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from ..clock import running_seconds
+from ..errors import text_of
 from .watchdog import UNMARKED, Watchdog
 
 LATE = "it took longer than its timeout_s"
+# what asks a run to stop: Ctrl-C; a scheduler that ends the job; schedulers that warn before they
+# do; a terminal that closes
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 class Call(NamedTuple):
@@ -63,8 +71,8 @@ class Pool:
         self, key: Hashable, function: Callable[[], object], timeout_s: float, about: str
     ) -> None:
         """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""
+        self.todo.put(Call(key, function, float(timeout_s), about))
         self.num_open += 1
-        self.todo.put(Call(key, function, timeout_s, about))
 
     def ended(self, wait: bool) -> Iterator[Outcome]:
         """Take the calls that have ended; with `wait`, at least one if there is any."""
@@ -86,7 +94,7 @@ class Pool:
         try:
             return self.done.get(wait, timeout=0.05)
         except Empty:
-            now = time.monotonic()
+            now = running_seconds()
             late = [key for key, call in self.running.copy().items() if call.deadline <= now]
         # its thread may just have taken it away
         if not late or not (call := self.running.pop(late[0], None)):
@@ -101,35 +109,61 @@ class Pool:
     def _work(self) -> None:
         thread = threading.get_ident()
         for call in iter(self.todo.get, None):
-            self.running[call.key] = Running(time.monotonic() + call.timeout_s, thread)
+            result = error = None
+            self.running[call.key] = Running(running_seconds() + call.timeout_s, thread)
             try:
                 self.watchdog.begin(call.about, call.timeout_s)
-                outcome = Outcome(call.key, call.function(), None)
-            except BaseException as error:  # sys.exit() too
-                outcome = Outcome(call.key, None, error)
+                result = call.function()
+            except BaseException as raised:  # sys.exit() too
+                error = raised
             if self.running.pop(call.key, None) is None:
                 return  # too late
+            self.done.put(Outcome(call.key, result, error))
             self.watchdog.end(thread)
-            self.done.put(outcome)
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop that awaits the users' functions: one for all, because clients belong to a loop."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a call, which alone has failed
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
     return loop
 
 
 def awaited(answer: Awaitable[Any], timeout_s: float) -> Any:
     """The result of an `async` function's call, which is cancelled if it is late."""
-    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(answer, timeout_s), event_loop())
-    try:
-        return future.result(timeout_s + 1)
-    except TimeoutError:
-        if not future.done():  # a call blocks the loop: later ones get another
+
+    async def in_time() -> Any:
+        call = asyncio.ensure_future(answer)
+        deadline = running_seconds() + timeout_s
+        while not call.done() and (left := deadline - running_seconds()) > 0:
+            await asyncio.wait([call], timeout=left)
+        if not call.done():
+            call.cancel()
+            raise TimeoutError(LATE)
+        return call.result()
+
+    loop = event_loop()
+    future = asyncio.run_coroutine_threadsafe(in_time(), loop)
+    if is_late(future, timeout_s + 1):  # a call blocks the loop: later ones get another
+        if event_loop() is loop:
             event_loop.cache_clear()
-        raise
+        raise TimeoutError(LATE)
+    return future.result()
+
+
+def is_late(future: Future[Any], timeout_s: float) -> bool:
+    """Wait for a future; whether it is still not done."""
+    deadline = running_seconds() + timeout_s
+    while not future.done() and (left := deadline - running_seconds()) > 0:
+        wait([future], timeout=left)
+    return not future.done()
 
 
 class WorkerProcesses:
@@ -147,9 +181,11 @@ class WorkerProcesses:
         except Empty:
             process, pipe = self._start()
         try:
-            pipe.send((arguments, timeout_s))
-            if not pipe.poll(timeout_s):
-                raise TimeoutError(LATE)
+            pipe.send(arguments)
+            deadline = running_seconds() + timeout_s
+            while not pipe.poll(max(0.0, min(1.0, deadline - running_seconds()))):
+                if running_seconds() >= deadline:
+                    raise TimeoutError(LATE)
             answer, error = pipe.recv()  # EOFError: it has ended
         except BaseException:
             process.kill()
@@ -165,7 +201,8 @@ class WorkerProcesses:
         pipe, theirs = Pipe()
         program = f"from {__name__} import serve; serve({theirs.fileno()})"
         command = [sys.executable, "-c", program]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        # a signal to the process group of the run is for the run alone
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         pipe.send((sys.path, self.module, self.name))
         pipe.recv()  # it is ready
@@ -173,23 +210,35 @@ class WorkerProcesses:
 
 
 def serve(file: int) -> None:
-    """A worker process: call the function that is named with the arguments that come."""
+    """A worker process: call the function that is named with the arguments that come.
+
+    It ends when its connection does, so it takes no notice of signals that ask the run to stop.
+    What the function starts or forks has their default actions.
+    """
+    handle_stop_signals(lambda number, frame: None)
+    os.register_at_fork(after_in_child=partial(handle_stop_signals, signal.SIG_DFL))
     pipe = Connection(file)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends by itself, and then this process
     sys.path[:], module, name = pipe.recv()
     import_module("minigrpo.userfiles")  # finds users' files
     function = attrgetter(name)(import_module(module))
+    fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
     pipe.send("ready")
     with suppress(EOFError):  # the run has ended
         while True:
-            arguments, timeout_s = pipe.recv()
-            # the system ends this process then, whoever holds Python's lock
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
+            arguments = pipe.recv()
+            # if the run ends meanwhile, SIGIO ends this process, whoever holds Python's lock
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_ASYNC)
             try:
-                pipe.send((function(*arguments), ""))  # nothing, if the answer cannot be pickled
-            except BaseException as error:
-                pipe.send((None, f"{error!r:.200}"))
-            signal.setitimer(signal.ITIMER_REAL, 0)
+                answer = pickle.dumps((function(*arguments), ""))
+            except BaseException as error:  # perhaps the answer cannot be pickled
+                answer = pickle.dumps((None, text_of(error)))
+            fcntl.fcntl(file, fcntl.F_SETFL, 0)
+            pipe.send_bytes(answer)
+
+
+def handle_stop_signals(action: Any) -> None:
+    for name in STOP_SIGNALS:
+        signal.signal(signal.Signals[name], action)
 
 
 def called(function: Callable[[], object], timeout_s: float, about: str) -> Outcome:
@@ -207,16 +256,4 @@ def finished(answer: Any, timeout_s: float) -> Any:
     The pool's deadline, which is `timeout_s` too, comes first and decides. Then the function is
     cancelled.
     """
-    if not inspect.isawaitable(answer):
-        return answer
-
-    async def outcome() -> tuple[Any, BaseException | None]:
-        try:
-            return await answer, None
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop for all others
-            return None, error
-
-    result, error = awaited(outcome(), timeout_s + 1)
-    if error:
-        raise error
-    return result
+    return awaited(answer, timeout_s + 1) if inspect.isawaitable(answer) else answer

@@ -30,8 +30,11 @@ class Watchdog:
     def __init__(self, marks: Path | None = None) -> None:
         """`marks`: where calls are marked that have ended a process; None: nowhere."""
         self.marks = marks
-        lines = marks.read_text("utf-8").splitlines() if marks and marks.is_file() else ()
-        self.marked = {json.loads(line)["key"] for line in lines}
+        lines = marks.read_bytes().splitlines() if marks and marks.is_file() else ()
+        self.marked = set[str]()
+        for line in lines:
+            with suppress(ValueError, TypeError, LookupError):  # a full disk leaves half a line
+                self.marked.add(json.loads(line)["key"])
 
     def begin(self, about: str, timeout_s: float) -> None:
         """This thread begins a call. Raises TimeoutError if it has ended a process before."""
@@ -57,7 +60,7 @@ lock = threading.Lock()  # one process, and whole lines
 
 
 def send(**message: Any) -> None:
-    with lock, suppress(OSError):  # if somebody has ended the other process, the run goes on
+    with lock, suppress(Exception):  # if there is no other process (any more), the run goes on
         pipe = other_process().stdin
         assert pipe
         pipe.write(json.dumps(message).encode() + b"\n")
@@ -80,8 +83,8 @@ def other_process() -> "subprocess.Popen[bytes]":
 
 def watch(run: int) -> None:
     """The other process: watch the process `run` until it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the run saves itself first
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)  # the run saves itself first
     calls: dict[int, dict[str, Any]] = {}  # in work, by thread
     rest = b""
     silence_s = 0  # while the whole job is stopped, no time passes
@@ -96,12 +99,17 @@ def watch(run: int) -> None:
                 if "key" in message:
                     calls[message["thread"]] = message
             continue
+        if state(Path(f"/proc/{run}")) in ("T", "t"):  # the run alone is stopped, as by SIGSTOP
+            continue
         silence_s += 1
         late = [call for call in calls.values() if call["timeout_s"] + GRACE_S < silence_s]
-        late = [call for call in late if is_busy(run, call["system_thread"])] or late
+        threads = Path(f"/proc/{run}/task")
+        # which compute, and do not wait, such as for Python's lock
+        busy = [call for call in late if state(threads / str(call["system_thread"])) == "R"]
+        late = busy or late
         for call in late:
             with open(call["marks"], "a", encoding="utf-8") as file:
-                file.write(json.dumps(call) + "\n")
+                file.write(f"\n{json.dumps(call)}\n")  # after half a line, too
             said = f"took longer than {call['timeout_s']:g} s and let nothing else run"
             print(f"error: {call['about']}: {said}; the run is killed", file=sys.stderr)
         if late:
@@ -109,10 +117,11 @@ def watch(run: int) -> None:
             return
 
 
-def is_busy(run: int, system_thread: int) -> bool:
-    """Whether a thread computes, and does not wait, such as for Python's lock."""
-    status = Path(f"/proc/{run}/task/{system_thread}/stat")  # not on every system
-    return status.exists() and ") R " in status.read_text()
+def state(folder: Path) -> str:
+    """The letter of a process or thread in /proc; empty on a system without it."""
+    with suppress(OSError):
+        return (folder / "stat").read_text().rpartition(") ")[2][:1]
+    return ""
 
 
 if __name__ == "__main__":

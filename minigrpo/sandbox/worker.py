@@ -220,6 +220,9 @@ def refuse_harm() -> None:
 
 def main(control: socket.socket) -> None:
     """Serve until the trainer has closed the connection; fork while it is busy with answers."""
+    # what asks a run to stop leaves verdicts as they are: the run finishes its step first
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
+        signal.signal(signal.Signals[name], signal.SIG_IGN)  # in programs, too
     Path("/proc/self/oom_score_adj").write_text("1000")  # not the trainer if memory runs out
     for name in f"{WARM} {LINKED}".split():
         with suppress(ImportError):  # this Python was built without it
