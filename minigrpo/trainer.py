@@ -16,6 +16,7 @@ import torch
 
 from .config import Config
 from .evaluate import measure
+from .identity import digest
 from .learner import Learner
 from .metrics import rollout_metrics
 from .parts import Given, Parts
@@ -31,7 +32,6 @@ from .runtime.guard import Diverged
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
-from .types import digest
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
@@ -75,6 +75,8 @@ class Trainer:
         loss = parts.loss  # users' files have been run, before weights are loaded
         self.model = parts.model  # fits the tokenizer
         parts.check_examples()  # they fit the model
+        self.teacher = parts.teacher  # the model as it is now, unless another is named
+        self.reference = parts.reference
         if self.dist.world_size > 1:
             self.dist.refuse_differences(parts.digests() | {"settings": digest(config.flat())})
         self.learner = Learner(  # gives all processes the model of the main one
@@ -86,13 +88,18 @@ class Trainer:
             warn=self.console.warn,
         )
         self.sampler = parts.sampler  # of the model, for the task
-        self.teacher = parts.teacher  # the model as it is now, unless another is named
-        self.reference = parts.reference
         self.timer = PhaseTimer(self.device)
         self.source = self._batch_source()
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir = RunDir(
-            folder, self.config, self.dist, self.console, facts, self.task.questions
+            folder,
+            self.config,
+            self.dist,
+            self.console,
+            facts,
+            self.task.questions,
+            code=given.code,
+            checksums=parts.checksums,
         )
         self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first

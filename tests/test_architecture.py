@@ -25,6 +25,7 @@ STEP_LINES = 3_100
 FLOORS = (
     "assets errors fen sandbox",
     "types userfiles",
+    "identity",
     "model task",
     "defaults",
     "config",

@@ -11,7 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from minigrpo import userfiles
 from minigrpo.config import Config
 from minigrpo.run import logging
 from minigrpo.run.checkpoint import (
@@ -35,11 +36,12 @@ from minigrpo.run.checkpoint import (
 )
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
-from minigrpo.run.run_dir import Questions, RunDir, choose_folder, trained_on
+from minigrpo.run.run_dir import Questions, RunDir, choose_folder, recorded_checksums, trained_on
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.rng import stream
 from minigrpo.types import ConfigError
+from minigrpo.userfiles import load_file
 
 LAST = 40  # steps of an undisturbed run
 FACTS = {"tokenizer": "abc", "shape": {"width": 3}}
@@ -93,9 +95,22 @@ class Run:
         self.console.warn = self.said.append  # type: ignore[method-assign]
         self.folder = choose_folder(self.config, DistContext())
 
-    def start(self, questions: Questions = None, **facts: Any) -> "Run":
+    def start(
+        self,
+        questions: Questions = None,
+        code: Mapping[str, str] = {},
+        checksums: Mapping[str, str] = {},
+        **facts: Any,
+    ) -> "Run":
         self.run_dir = RunDir(
-            self.folder, self.config, DistContext(), self.console, {**FACTS, **facts}, questions
+            self.folder,
+            self.config,
+            DistContext(),
+            self.console,
+            {**FACTS, **facts},
+            questions,
+            code,
+            dict(checksums),
         )
         self.run_dir.open(self.learner.load)
         self.log = self.run_dir.open_log(self.learner.state_dict())
@@ -494,6 +509,44 @@ def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -
     record = (tmp_path / "run" / "config.toml").read_text()
     assert hashlib.sha256(b"two").hexdigest() in record and torch.__version__ in record
     assert Config.from_toml(tmp_path / "run" / "config.toml").task == other.config.task
+
+
+def test_a_model_with_other_weights_is_refused_also_if_it_is_asked_later(tmp_path: Path) -> None:
+    """`checksums`: by `Parts.recognise`; a reward asks for its models when it is first called."""
+    run = Run(tmp_path / "run").start(checksums={"--model base": "a"})
+    run.run_dir.checksums["judge"] = "b"
+    run.train().save().die()
+    for same in ({"--model base": "a"}, {"--model base": "a", "judge": "b"}):
+        again = Run(tmp_path / "run").start(checksums=same)
+        again.die()
+        assert again.run_dir.checksums == {"--model base": "a", "judge": "b"} and not again.said
+    assert recorded_checksums(tmp_path / "run") == again.run_dir.checksums
+    for other in ({"--model base": "x"}, {"--model base": "a", "judge": "x"}):
+        with pytest.raises(ConfigError):
+            Run(tmp_path / "run").start(checksums=other)
+
+
+def test_code_that_has_changed_is_named_and_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file beside the users' too; `_read` is that of a new process."""
+    files = [tmp_path / "uses_the_helper.py", tmp_path / "helper_of_a_run.py"]
+    files[0].write_text("from helper_of_a_run import LIMIT\n")
+    files[1].write_text("LIMIT = 3\n")
+    load_file(files[0])
+    run = Run(tmp_path / "run").start(code={"code of rewards": "a"}).train().save()
+    run.die()
+    files[1].write_text("LIMIT = 4\n")
+    for code, process, named in (
+        ("a", userfiles._read, []),
+        ("b", userfiles._read, ["code of rewards"]),
+        ("b", {}, [str(files[1]), "code of rewards"]),
+    ):
+        monkeypatch.setattr(userfiles, "_read", process)
+        again = Run(tmp_path / "run").start(code={"code of rewards": code})
+        again.die()
+        said = " ".join(again.said)
+        assert len(again.said) == len(named) and all(name in said for name in named)
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:

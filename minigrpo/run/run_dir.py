@@ -10,12 +10,13 @@ is the first file: a folder with any other, but no whole checkpoint, has lost it
 """
 
 import fcntl
-import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tomli_w
@@ -28,6 +29,7 @@ from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
 from ..types import ConfigError, Warn
+from ..userfiles import files_read
 from .checkpoint import (
     CHECKPOINTS,
     State,
@@ -45,6 +47,7 @@ from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 RECORD = "config.toml"
 SUMMARY = "summary.json"
 TRAINED_ON = "trained_on.npy"
+WEIGHTS_OF = "weights of "  # begins the keys of checksums in the record
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
@@ -71,21 +74,29 @@ class RunDir:
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
     questions: Questions
+    code: Mapping[str, str] = field(default_factory=dict)  # digests of the caller's objects
+    checksums: dict[str, str] = field(default_factory=dict)  # see `Parts.recognise`
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / CHECKPOINTS
         # without those of a single start
         self.record = self.config.replace(out_dir="", resume="", stop_after=0)
-        # the bits depend on these too: software, machine, users' files
-        self.versions = {
+        self.machine = {
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "processes": self.dist.world_size,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            **{str(file): sha256(file) for file in files_of(self.config)},
         }
+        data = {str(file): sha256(file) for file in data_files(self.config)}
+        self.contents = {**data, **files_read(), **self.code}
         # a checkpoint has these, and a run that goes on from it must be the same
-        self.identity = {**self.record.flat(), **self.versions, **self.facts}
+        self.identity = {
+            **self.record.flat(),
+            **self.machine,
+            **self.contents,
+            **self.facts,
+            "checksums": self.checksums,  # those of a reward's models come later
+        }
         self.saved_step = -1  # of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
         self._lock = ExitStack()
@@ -126,18 +137,28 @@ class RunDir:
             return newest(Path(resume).absolute(), self.console.warn)
         return newest(self.path, self.console.warn) if holds_a_run else None
 
-    def _compare(self, then: Mapping[str, object]) -> None:
-        """Raise ConfigError for another run's identity; warn of what may change bits."""
+    def _compare(self, then: Mapping[str, Any]) -> None:
+        """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
-        for name, now in self.identity.items():
+        said = list[str]()
+        for name, now in {**self.record.flat(), **self.facts, **self.machine}.items():
             if then.get(name) == now:
                 continue
-            said = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
-            if name not in may_differ | self.versions.keys():
-                raise ConfigError(said)
-            if self.dist.is_main:
-                self.console.warn(f"{said}: bits may differ")
+            if name in self.facts:
+                raise ConfigError(f"--resume: the {name} is not the one that the run began with")
+            change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
+            if name not in may_differ | self.machine.keys():
+                raise ConfigError(change)
+            said.append(f"{change}: bits may differ")
+        for name, now in self.contents.items():
+            if then.get(name, now) != now:
+                said.append(f"--resume: {name} has changed since: it is used as it is now")
+        for name, before in then["checksums"].items():
+            if self.checksums.setdefault(name, before) != before:
+                raise ConfigError(f"--resume: {name}: its weights have changed since")
+        for text in said if self.dist.is_main else ():
+            self.console.warn(text)
 
     def open_log(self, state: State) -> RunLog:
         """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
@@ -146,7 +167,9 @@ class RunDir:
         def begin() -> None:
             trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)  # before any other file
-            tables = self.record.model_dump(exclude_none=True) | {"versions": self.versions}
+            weights = {WEIGHTS_OF + name: found for name, found in self.checksums.items()}
+            versions = {**self.machine, **self.contents, **weights}
+            tables = self.record.model_dump(exclude_none=True) | {"versions": versions}
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
@@ -202,14 +225,21 @@ class RunDir:
             self.console.warn(said)
 
 
-def files_of(config: Config) -> list[Path]:
-    """The files that settings name: FILE, FILE.py:NAME, or several with commas; not the model's."""
-    task = config.task
-    settings = [task.name, task.rewards, task.data, task.eval_data, task.environment]
-    settings += [config.loss.name, config.model.chat_template]
-    names = re.sub(r"\.py:\w+", ".py", ",".join(settings)).split(",")
+def data_files(config: Config) -> list[Path]:
+    """The files of --data and --eval-data."""
+    names = f"{config.task.data},{config.task.eval_data}".split(",")
     paths = [Path(name.strip()).absolute() for name in names]
     return [path for path in paths if path.is_file()]
+
+
+def recorded_checksums(run: Path) -> dict[str, str]:
+    """What `Parts.recognise` took in a run, by name."""
+    versions = tomllib.loads((run / RECORD).read_text("utf-8")).get("versions", {})
+    return {
+        name.removeprefix(WEIGHTS_OF): found
+        for name, found in versions.items()
+        if name.startswith(WEIGHTS_OF)
+    }
 
 
 def trained_on(run: Path) -> np.ndarray:
