@@ -7,6 +7,7 @@ test_resume.py does the same with real processes.
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
@@ -547,6 +548,16 @@ def test_code_that_has_changed_is_named_and_used_as_it_is(
         again.die()
         said = " ".join(again.said)
         assert len(again.said) == len(named) and all(name in said for name in named)
+
+
+def test_a_longer_run_says_what_becomes_of_the_learning_rate(tmp_path: Path) -> None:
+    rate = {"learning_rate": 1e-3, "warmup_steps": 0}
+    finished(tmp_path / "run", steps=20, max_steps=20, **rate)
+    again = Run(tmp_path / "run", max_steps=200, **rate).start()
+    (said,) = again.said
+    # a tenth of the peak, where 20 of 199 steps of a cosine are done
+    cosine = (1 + math.cos(math.pi * 20 / 199)) / 2
+    assert "0.0001" in said and f"{1e-3 * (0.1 + 0.9 * cosine):g}" in said
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:

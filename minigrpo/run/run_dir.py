@@ -28,6 +28,7 @@ from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
+from ..runtime.optimizer import learning_rate_at
 from ..types import ConfigError, Warn
 from ..userfiles import files_read
 from .checkpoint import (
@@ -107,7 +108,7 @@ class RunDir:
             checkpoint = self.dist.on_main(self._lock_and_choose)
             if checkpoint:
                 state = load_checkpoint(checkpoint)
-                self._compare(state["run"])
+                self._compare(state["run"], state["step"])
                 load(state)
                 self.continued = checkpoint.parent.parent
                 if self.continued == self.path:
@@ -137,7 +138,7 @@ class RunDir:
             return newest(Path(resume).absolute(), self.console.warn)
         return newest(self.path, self.console.warn) if holds_a_run else None
 
-    def _compare(self, then: Mapping[str, Any]) -> None:
+    def _compare(self, then: Mapping[str, Any], step: int) -> None:
         """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
@@ -150,7 +151,12 @@ class RunDir:
             change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
             if name not in may_differ | self.machine.keys():
                 raise ConfigError(change)
-            said.append(f"{change}: bits may differ")
+            effect = "bits may differ"
+            if name == "max_steps":  # the learning rate is a function of the step and of this
+                before = learning_rate_at(step, self.config.replace(max_steps=then[name]))
+                rate = learning_rate_at(step, self.config)
+                effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
+            said.append(f"{change}: {effect}")
         for name, now in self.contents.items():
             if then.get(name, now) != now:
                 said.append(f"--resume: {name} has changed since: it is used as it is now")
