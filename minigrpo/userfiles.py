@@ -14,6 +14,7 @@ import site
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
@@ -89,6 +90,17 @@ def script_read() -> dict[str, str]:
     """The sha256 of the file that Python was started with; empty in a notebook."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     return {"the script": sha256_of(file)} if file else {}
+
+
+def files_now() -> dict[str, str]:
+    """The same files, as they are now."""
+    return {file: sha256_of(file) for file in files_read()}
+
+
+def changed_files(others: Mapping[str, str]) -> list[str]:
+    """Which files are not as they were read here; `others`: read now, or by another process."""
+    here = files_read()
+    return [file for file, digest in others.items() if here.get(file, digest) != digest]
 
 
 def sha256_of(file: str | Path) -> str:

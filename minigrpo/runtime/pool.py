@@ -15,6 +15,8 @@ from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from ..userfiles import changed_files, files_now, files_read
+from .guard import RunFailed
 from .watchdog import Watchdog
 
 LATE = "it took longer than its timeout_s"
@@ -167,7 +169,18 @@ class WorkerProcesses:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
         pipe.send((sys.path, self.module, self.name))
-        pipe.recv()  # it is ready
+        try:
+            read_anew = pipe.recv()  # it is ready
+        except EOFError:  # it has ended: perhaps a file is no longer whole
+            read_anew = files_now()
+            if not changed_files(read_anew):
+                raise
+        changed = changed_files(read_anew)
+        if changed:
+            process.kill()
+            process.wait()
+            said = "has changed since the run began: restore it, or resume with it as it is"
+            raise RunFailed(f"{', '.join(changed)} {said}")
         return process, pipe
 
 
@@ -176,9 +189,8 @@ def serve(file: int) -> None:
     pipe = Connection(file)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends by itself, and then this process
     sys.path[:], module, name = pipe.recv()
-    import_module("minigrpo.userfiles")  # finds users' files
     function = attrgetter(name)(import_module(module))
-    pipe.send("ready")
+    pipe.send(files_read())
     with suppress(EOFError):  # the run has ended
         while True:
             arguments, timeout_s = pipe.recv()
