@@ -8,6 +8,7 @@ weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,7 @@ from .run.logging import RunLog
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged
+from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import StopRequest
 from .runtime.statistics import Estimate
@@ -153,11 +154,12 @@ class Trainer:
                 if not stopped:
                     self._evaluate()
         except BaseException as error:
-            # in an update, the weights are between two of a step, or not finite
-            if not self.learner.in_update:
-                self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
             status = "diverged" if isinstance(error, Diverged) else "failed"
-            self._summarise(status, str(error) or type(error).__name__, began)
+            with suppress(RunFailed):  # if the folder has gone, `error` says so, or what came first
+                # in an update, the weights are between two of a step, or not finite
+                if not self.learner.in_update:
+                    self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
+                self._summarise(status, str(error) or type(error).__name__, began)
             raise
         finally:
             log.close()

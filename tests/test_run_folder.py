@@ -560,6 +560,44 @@ def test_a_longer_run_says_what_becomes_of_the_learning_rate(tmp_path: Path) -> 
     assert "0.0001" in said and f"{1e-3 * (0.1 + 0.9 * cosine):g}" in said
 
 
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "lock"])
+def test_a_run_whose_folder_has_gone_writes_nothing_more(tmp_path: Path, how: str) -> None:
+    """Not into the folder of a run that has begun under its name."""
+    run = Run(tmp_path / "run").start().train(2).save()
+    if how == "lock":
+        (tmp_path / "run" / ".lock").unlink()
+    else:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if how in ("replaced", "lock"):
+        Run(tmp_path / "run").start().train(1).save()
+    before = {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
+    for write in (run.train, run.save, lambda: run.run_dir.write_summary({"step": 2})):
+        with pytest.raises(RunFailed):
+            write()
+    with pytest.raises(RunFailed):
+        run.save(required=False)
+    assert {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_what_a_reward_has_forked_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """And its end does not unlock the folder of a run that goes on."""
+    run = Run(tmp_path / "run").start().train().save()
+    end, ours = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ours)
+        os.read(end, 1)  # until the test closes its side
+        os._exit(0)
+    with pytest.raises(ConfigError):
+        Run(tmp_path / "run").start()
+    run.die()
+    assert Run(tmp_path / "run").start().step == 1
+    os.close(ours)
+    os.waitpid(child, 0)
+    os.close(end)
+
+
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     first = Run(tmp_path / "run").start()
     with pytest.raises(ConfigError):

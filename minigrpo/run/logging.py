@@ -56,8 +56,10 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
 class RunLog:
     """A run's logs. Until `open`, as in all processes but the main one, nothing is written."""
 
-    def __init__(self, warn: Warn) -> None:
+    def __init__(self, warn: Warn, check: Callable[[], object] = lambda: None) -> None:
+        """`check`: raises RunFailed if the folder is another run's by now."""
         self.warn = warn
+        self.check = check
         self.folder: Path | None = None
         self.charts: dict[str, Any] = {}  # a `Board`, and the run of a tracker, by name
         self.evaluated: list[dict[str, float]] = []  # the lines that eval.jsonl has already
@@ -93,6 +95,7 @@ class RunLog:
         """Write lines to a log; warn of the first that cannot be written."""
         if self.folder is None:
             return
+        self.check()
         lines = "".join(to_json({"step": step, **record}) for record in records)
         try:
             with open(self.folder / name, mode) as file:

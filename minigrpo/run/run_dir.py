@@ -10,13 +10,15 @@ is the first file: a folder with any other, but no whole checkpoint, has lost it
 """
 
 import fcntl
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from weakref import WeakSet
 
 import numpy as np
 import tomli_w
@@ -48,10 +50,15 @@ from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 RECORD = "config.toml"
 SUMMARY = "summary.json"
 TRAINED_ON = "trained_on.npy"
+LOCK = ".lock"
 WEIGHTS_OF = "weights of "  # begins the keys of checksums in the record
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
+# The open files of LOCK. A lock lasts until each process that has inherited the file has closed it,
+# so one that users' code forks would keep the folder locked when this one has been killed.
+locked = WeakSet[TextIO]()
+os.register_at_fork(after_in_child=lambda: [file.close() for file in locked])
 
 
 def choose_folder(config: Config, dist: DistContext) -> Path:
@@ -100,7 +107,7 @@ class RunDir:
         }
         self.saved_step = -1  # of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
-        self._lock = ExitStack()
+        self._lock: TextIO | None = None
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
@@ -127,9 +134,10 @@ class RunDir:
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self._lock.enter_context(open(self.path / ".lock", "a"))
+        self._lock = open(self.path / LOCK, "a", encoding="utf-8")
+        locked.add(self._lock)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out-dir {self.path}: another run is writing to it") from None
         except OSError:
@@ -137,6 +145,20 @@ class RunDir:
         if resume not in ("", "auto"):
             return newest(Path(resume).absolute(), self.console.warn)
         return newest(self.path, self.console.warn) if holds_a_run else None
+
+    def check(self) -> None:
+        """Raise RunFailed unless the folder is still the one that this run has locked.
+
+        It may have been removed or renamed, and another run may have begun under its name.
+        """
+        if self._lock is None:
+            return
+        try:
+            is_ours = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise RunFailed(f"{self.path}: was removed, renamed or replaced while the run went on")
 
     def _compare(self, then: Mapping[str, Any], step: int) -> None:
         """Raise ConfigError for another run's identity; warn of what may change results."""
@@ -168,7 +190,7 @@ class RunDir:
 
     def open_log(self, state: State) -> RunLog:
         """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
-        log = RunLog(self.console.warn)
+        log = RunLog(self.console.warn, self.check)
 
         def begin() -> None:
             trackers = start_tracker(self.config, self.path)
@@ -195,7 +217,9 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
 
     def save(self, state: State, *, required: bool = False) -> None:
         """Write a checkpoint, unless its step has one."""
@@ -222,6 +246,7 @@ class RunDir:
     @contextmanager
     def _writing(self, what: str, *, required: bool = False) -> Iterator[None]:
         """If it fails, for instance on a full disk, warn and go on; raise RunFailed if required."""
+        self.check()
         try:
             yield
         except Exception as error:  # safetensors has errors of its own
