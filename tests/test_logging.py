@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -259,6 +260,17 @@ def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker
         run_dir.open_log({"step": 0})
     RunDir(folder, config, dist, console, {}, None).open(pytest.fail)  # not locked
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_what_a_stream_cannot_show_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal without Unicode, a name of a file that is none, and a stream that is closed."""
+    shown = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, encoding="ascii"))
+    Console().table("naïve", ["é"], [["→"]])
+    Console().say("\ud800 plain")
+    assert shown.getvalue().isascii() and b"plain" in shown.getvalue()
+    sys.stdout.close()
+    Console().say("plain")
 
 
 TALK = """

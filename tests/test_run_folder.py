@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -440,6 +441,42 @@ def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path:
     ):
         save_checkpoint(folder, {"step": 4}, keep_last=9)
     assert newest(tmp_path, lambda text: None).name == "step_000002"
+
+
+@pytest.mark.parametrize("stray", ["file", "folder"])
+def test_a_stray_file_or_folder_is_no_checkpoint(tmp_path: Path, stray: str) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+
+    def lay(step: int) -> Path:
+        path = folder / f"step_{step:06d}"
+        path.mkdir() if stray == "folder" else path.write_text("mine")
+        return path
+
+    lay(4)
+    run = Run(tmp_path / "run").start().train().save().train().save()
+    assert whole(tmp_path / "run") == [1, 2]  # of those kept, none was given up for it
+    lay(3)
+    run.train().save()
+    run.die()
+    assert whole(tmp_path / "run") == [2, 3]
+    again = Run(tmp_path / "run").start().train().save()
+    assert again.step == 4 and whole(tmp_path / "run") == [3, 4]
+    kept = [path for path in folder.iterdir() if path.is_file() and path.read_text() == "mine"]
+    assert len(kept) == 2 * (stray == "file")
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EACCES])
+def test_a_folder_that_cannot_be_flushed_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = Run(tmp_path / "run").start().train().save()
+    assert whole(tmp_path / "run") == [0, 1] and not run.said
 
 
 # --- starting and resuming ------------------------------------------------------------------------
