@@ -1,18 +1,19 @@
 """The parts of a run from its config, for the trainer, the tools and the benchmarks."""
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .config import LOSS_NAMES, Config
 from .errors import collecting, refuse_rows
 from .evaluate import held_out
+from .identity import Contents, checksum, contents_of, digest
 from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model import lora
 from .model.encoding import check_prompt, encode_answer, messages_of, template_args
@@ -24,7 +25,7 @@ from .model.transformer import ModelShape, Transformer
 from .rewards import RewardFunction, RewardScorer, load_rewards, named_apart
 from .run.checkpoint import checkpoints, load_checkpoint, newest
 from .run.console import Console
-from .run.run_dir import RECORD
+from .run.run_dir import RECORD, recorded_checksums
 from .runtime.device import Precision, low_precision_copy
 from .runtime.guard import NonFiniteGuard, OOMBackoff
 from .runtime.rng import stream
@@ -35,8 +36,8 @@ from .tasks.base import load_task, shipped_model
 from .tasks.data import rows_of
 from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
-from .types import ConfigError, Example, digest
-from .userfiles import load_name
+from .types import ConfigError, Example
+from .userfiles import files_read, load_name, script_read
 
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
@@ -74,27 +75,44 @@ class Given:
             given["environment"] = EnvironmentSet.of(environment)
         return cls(**given, rewards=functions or None)
 
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects that are given, by setting."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @cached_property
+    def rows(self) -> dict[str, Contents]:
+        """What the rows say, by setting."""
+        return {x: contents_of(self.objects[x]) for x in ("data", "eval_data") if x in self.objects}
+
+    @property
+    def code(self) -> dict[str, str]:
+        """A digest of all that the other objects say and do, by setting."""
+        others = self.objects.keys() - {"model", "data", "eval_data"}
+        return {f"code of {name}": digest(self.objects[name]) for name in sorted(others)}
+
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""
-        objects = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: FROM_PYTHON + described(value) for name, value in objects.items()}
+        others = self.objects.keys() - self.rows.keys()
+        texts = {name: described(self.objects[name]) for name in others}
+        texts |= {name: contents.digest for name, contents in self.rows.items()}
+        return {name: FROM_PYTHON + text for name, text in texts.items()}
 
 
 def described(value: Any) -> str:
-    """A text that tells an object of `Given` from others."""
-    if isinstance(value, Transformer):  # it may have been trained since
-        return digest([f"{x.cpu().double().norm():.10g}" for x in value.parameters()])
+    """The names that tell an object of `Given` from others; of a model its weights."""
+    if isinstance(value, Transformer):
+        return checksum(dict(value.named_parameters()))
     if isinstance(value, EnvironmentSet):
         return ",".join([*value.kinds, *value.tools])
     if isinstance(value, LossSpec):
         return ",".join(described(x) if callable(x) else str(x) for x in vars(value).values())
     if isinstance(value, partial):
-        return f"{described(value.func)}{value.args}{value.keywords}"
-    if not isinstance(value, list):
-        return getattr(value, "__name__", type(value).__name__)
-    if value and isinstance(value[0], RewardFunction):
+        return f"{described(value.func)} {digest([value.args, value.keywords])}"
+    if isinstance(value, list):
         return ",".join(f"{function.weight:g} x {function.name}" for function in value)
-    return digest(value)
+    return getattr(value, "__name__", type(value).__name__)
 
 
 def own_tokenizer(model: str) -> dict[str, Any]:
@@ -146,7 +164,9 @@ def load_model_of_run(run: Path, console: Console) -> Transformer:
         state = load_checkpoint(newest(run, console.say))
         console.say(f"{run}: the weights of step {state['step']}")
     if config.model.lora_rank:
-        model = Parts(config, console=console).model
+        parts = Parts(config, console=console)
+        parts.checksums |= recorded_checksums(run)
+        model = parts.model
         if state is None:
             lora.load_peft(model, run)
         else:
@@ -189,6 +209,8 @@ class Parts:
         self.given = given or Given()
         self.watchdog = Watchdog(folder and folder / "hung_calls.jsonl")
         self.precision = Precision(config.speed, self.device, NonFiniteGuard())
+        # checksums of the models that a resume loads again, by what names them: see `recognise`
+        self.checksums: dict[str, str] = {}
 
     def asked(self, name: str) -> Any:
         """The caller's object for a setting, or its text. Raises ConfigError for objects gone."""
@@ -328,20 +350,32 @@ class Parts:
         if tokenizer.chat and (unread := given - tokenizer.chat.variables):
             said = f"{tokenizer.chat.name} never reads {', '.join(sorted(unread))}"
             self.console.warn(f"--chat-args, chat_template_kwargs: {said}")
+        for name, contents in self.given.rows.items():
+            for kind in sorted(contents.unread):
+                said = f"holds a {kind}, in which a resume cannot see changes"
+                self.console.warn(f"{name} {said}")
 
     def digests(self) -> dict[str, str]:
         """What all processes must have alike."""
         examples = [self.task.train(i) for i in range(CHECKED)]
         examples += map(self.task.known, range(self.task.num_known))
-
-        def plain(value: object) -> object:  # objects and sets have no text that is always the same
-            return sorted(map(str, value)) if isinstance(value, set) else type(value).__name__
-
-        rows = [json.dumps(vars(example), default=plain) for example in examples]
         return {
-            "rows": digest([self.task.about, rows]),
+            "rows": digest([self.task.about, examples]),
             "rewards": digest([self.scorer.names, self.scorer.weights]),
+            "tokenizer": self.tokenizer.fingerprint,
+            **{f"the weights of {name}": found for name, found in self.checksums.items()},
+            **files_read(),
+            **script_read(),
         }
+
+    def recognise(self, name: str, parameters: Mapping[str, Tensor]) -> None:
+        """Take the checksum of weights that are not in checkpoints: a resume loads them again.
+
+        Raises ConfigError if a run had other weights under this name: see `run_dir.RunDir.open`.
+        """
+        found = checksum(parameters)
+        if self.checksums.setdefault(name, found) != found:
+            raise ConfigError(f"{name}: its weights are not those that the run began with")
 
     @cached_property
     def base(self) -> str:
@@ -383,7 +417,21 @@ class Parts:
             seed = int(stream(self.config.run.seed, "adapters").integers(2**32))
             kind = settings.lora_rank, settings.lora_alpha, settings.lora_targets
             lora.add_adapters(model, *kind, seed)
-        return model.to(self.device)
+        model = model.to(self.device)
+        # a checkpoint has what is trained, so a resume needs the rest; a copy of the start, all
+        loss = self.config.loss
+        is_copied = INITIAL in (loss.teacher, self._reference_name)
+        again = {n: p for n, p in model.named_parameters() if is_copied or not p.requires_grad}
+        if again and settings.name != "scratch":  # random numbers may differ in their last bits
+            self.recognise(f"--model {settings.name}", again)
+        return model
+
+    @property
+    def _reference_name(self) -> str:
+        """The model of the KL, as `frozen` takes it; "" if there is no KL."""
+        settings = self.config.loss
+        has_kl = settings.kl_coef and not self.config.supervised
+        return (settings.reference or INITIAL) if has_kl else ""
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -406,10 +454,8 @@ class Parts:
     @cached_property
     def reference(self) -> FrozenModel | None:
         """The reference of --kl-coef: that of --reference, or the model as it is now."""
-        settings = self.config.loss
-        if not settings.kl_coef or self.config.supervised:
-            return None
-        return self.frozen(settings.reference or INITIAL, "--reference")
+        name = self._reference_name
+        return self.frozen(name, "--reference") if name else None
 
     @cached_property
     def teacher(self) -> FrozenModel | None:
@@ -425,6 +471,7 @@ class Parts:
         """
         config = self.config
         tokenizer = self.tokenizer
+        label = f"{flag} {name}".strip()
         shares_weights = name == SELF
         if name == SELF:
             model = self.model
@@ -441,11 +488,11 @@ class Parts:
             fit_vocab(model, name, own)
             if not flag:
                 tokenizer = own
-            elif own.fingerprint != tokenizer.fingerprint:
-                raise ConfigError(f"{flag} {name}: its tokenizer is not that of --model")
+            elif own.vocabulary != tokenizer.vocabulary:
+                raise ConfigError(f"{label}: its tokenizer is not that of --model")
+            self.recognise(label, dict(model.named_parameters()))
         if not shares_weights:
             model = low_precision_copy(config.speed, model.requires_grad_(False))
-        label = f"{flag} {name}".strip()  # in errors
         size, warn = config.memory.micro_batch_size, self.console.warn
         return FrozenModel(
             model,

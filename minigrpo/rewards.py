@@ -369,6 +369,8 @@ class RewardScorer:
                 timeout_s = math.inf if function.process else function.timeout_s * len(places)
                 pool.submit(number, call, timeout_s, about)
             for number, answer, error in pool.all():
+                if isinstance(error, RunFailed):  # the run must not go on, whatever the reward is
+                    raise error
                 places = calls[number]
                 for place, score in zip(places, answer or (), strict=False):
                     scores[place] = score

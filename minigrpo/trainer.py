@@ -17,6 +17,7 @@ import torch
 
 from .config import Config
 from .evaluate import measure
+from .identity import digest
 from .learner import Learner
 from .metrics import rollout_metrics
 from .parts import Given, Parts
@@ -32,7 +33,7 @@ from .runtime.guard import Diverged, RunFailed
 from .runtime.prefetch import ExamplePrefetcher
 from .runtime.signals import Stopped, StopRequest
 from .runtime.statistics import Estimate
-from .types import ConfigError, digest
+from .types import ConfigError
 from .userfiles import refusing_exit
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
@@ -78,6 +79,8 @@ class Trainer:
         loss = parts.loss  # users' files have been run, before weights are loaded
         self.model = parts.model  # fits the tokenizer
         parts.check_examples()  # they fit the model
+        self.teacher = parts.teacher  # the model as it is now, unless another is named
+        self.reference = parts.reference
         if self.dist.world_size > 1:
             self.dist.refuse_differences(parts.digests() | {"settings": digest(config.flat())})
         self.learner = Learner(  # gives all processes the model of the main one
@@ -89,13 +92,18 @@ class Trainer:
             warn=self.console.warn,
         )
         self.sampler = parts.sampler  # of the model, for the task
-        self.teacher = parts.teacher  # the model as it is now, unless another is named
-        self.reference = parts.reference
         self.timer = PhaseTimer(self.device)
         self.source = self._batch_source()
         facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir = RunDir(
-            folder, self.config, self.dist, self.console, facts, self.task.questions
+            folder,
+            self.config,
+            self.dist,
+            self.console,
+            facts,
+            self.task.questions,
+            code=given.code,
+            checksums=parts.checksums,
         )
         self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
@@ -153,11 +161,12 @@ class Trainer:
                         self._evaluate()
                 stopped = self._why_stopped()
         except BaseException as error:
-            # in an update, the weights are between two of a step, or not finite
-            if not self.learner.in_update:
-                self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
             status = "diverged" if isinstance(error, Diverged) else "failed"
-            self._summarise(status, str(error) or type(error).__name__, began)
+            with suppress(RunFailed):  # if the folder has gone, `error` says so, or what came first
+                # in an update, the weights are between two of a step, or not finite
+                if not self.learner.in_update:
+                    self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
+                self._summarise(status, str(error) or type(error).__name__, began)
             raise
         finally:
             log.close()

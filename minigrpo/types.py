@@ -3,7 +3,6 @@
 P prompts, of at most Lp tokens, once per group; G completions per prompt, of at most S tokens.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -59,11 +58,6 @@ class Dialogue(str):
         dialogue = super().__new__(cls, text)
         vars(dialogue).update(fields)
         return dialogue
-
-
-def digest(value: object) -> str:
-    """Equal for values that are written alike, such as examples that ask the same."""
-    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 class PerPrompt(Sized):

@@ -8,11 +8,13 @@ Its name says where it is: /home/me/rewards.py is the module `minigrpo.userfiles
 So it hides no other module, and a worker process that unpickles one of its functions finds it.
 """
 
+import hashlib
 import os
+import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -27,9 +29,10 @@ from .errors import ConfigError, text_of
 
 PREFIX = f"{__name__}."
 SUFFIX = ".py"
-# of errors, these are not the user's: this package, and whatever is installed
-LIBRARIES = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-INSTALLED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *LIBRARIES))
+# code that is not the user's: this package, and whatever is installed
+LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *site.getsitepackages()]
+FOLDERS = (Path(__file__).parent, *LIBRARIES, site.getusersitepackages())
+INSTALLED = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
 __path__: list[str] = []  # modules may lie below this one, as if it were a package
 
 
@@ -43,6 +46,8 @@ class UserFileFinder:
 
 
 sys.meta_path.append(UserFileFinder())
+# (a file, the id of a module's spec) -> that spec, and the sha256 of the file
+_read: dict[tuple[str, int], tuple[object, str]] = {}
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -63,7 +68,51 @@ def load_file(path: str | Path) -> ModuleType:
         plain = find_spec(file.stem)
         if plain and plain.origin == str(file):  # what other files of the folder import
             sys.modules[file.stem] = module
+    files_read()
     return module
+
+
+def files_read() -> dict[str, str]:
+    """The files of the users' modules that are loaded, and the sha256 of each as it was then.
+
+    The script that was started is left out: it changes for a resume, and functions in it are
+    compared by their code.
+    """
+    for name, module in [*sys.modules.items()]:
+        said = getattr(module, "__dict__", {})  # not an attribute that a module may make up
+        file = str(said.get("__file__"))
+        if name == "__main__" or not os.path.isabs(file) or file.startswith(INSTALLED):
+            continue
+        spec = said.get("__spec__")  # a new one if it is loaded again, as in a notebook
+        if (file, id(spec)) not in _read:
+            _read[file, id(spec)] = spec, sha256_of(file)
+    return {file: digest for (file, _), (_, digest) in _read.items()}
+
+
+def script_read() -> dict[str, str]:
+    """The sha256 of the file that Python was started with; empty in a notebook."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return {"the script": sha256_of(file)} if file else {}
+
+
+def files_now() -> dict[str, str]:
+    """The same files, as they are now."""
+    return {file: sha256_of(file) for file in files_read()}
+
+
+def changed_files(others: Mapping[str, str]) -> list[str]:
+    """Which files are not as they were read here; `others`: read now, or by another process."""
+    here = files_read()
+    return [file for file, digest in others.items() if here.get(file, digest) != digest]
+
+
+def sha256_of(file: str | Path) -> str:
+    """The sha256 of a file; "" if there is none, as of a module inside an archive."""
+    try:
+        with open(file, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def load_name(flag: str, setting: str) -> Any:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -358,3 +359,39 @@ def test_losses_of_the_callers_are_told_apart_by_a_resume() -> None:
     texts = [Given.of(loss=spec).as_settings()["loss"] for spec in SPECS]
     assert len(set(texts)) == len(SPECS)
     assert texts == [Given.of(loss=copy.copy(spec)).as_settings()["loss"] for spec in SPECS]
+
+
+def test_rows_with_sets_functions_and_objects_are_the_same_rows_in_another_process() -> None:
+    """`test_identity.py` has other processes."""
+
+    def rows(limit: int) -> list[dict[str, Any]]:
+        check = partial(str.startswith, "a")
+        return [
+            {
+                "prompt": f"{n}?",
+                "words": {"a", n},
+                "right": lambda text: len(text) < limit,
+                "c": check,
+            }
+            for n in range(4)
+        ]
+
+    def given(rows: list[dict[str, Any]]) -> Given:
+        return Given.of(data=rows, rewards=[lambda example, text: 1.0])
+
+    texts = [given(rows(limit)).as_settings()["data"] for limit in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+    unread = [{**row, "client": threading.Lock()} for row in rows(3)]
+    assert given(unread).rows["data"].unread == {"lock"} and not given(rows(3)).rows["data"].unread
+
+
+def test_an_edited_function_of_the_same_name_has_another_code_and_the_same_setting() -> None:
+    def given(bonus: float) -> Given:
+        def paid(example: Any, text: str) -> float:
+            return len(text) + bonus
+
+        return Given.of(rewards=[paid])
+
+    first, same, other = given(1.0), given(1.0), given(2.0)
+    assert first.code == same.code != other.code
+    assert first.as_settings() == other.as_settings()

@@ -26,6 +26,7 @@ FLOORS = (
     "assets clock errors fen",
     "sandbox",
     "types userfiles",
+    "identity",
     "model task",
     "defaults",
     "config",

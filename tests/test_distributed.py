@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import minigrpo
-from minigrpo import Config, evaluate
+from minigrpo import Config, evaluate, userfiles
 from minigrpo.parts import Given, Parts
 from minigrpo.rewards import RewardFunction
 from minigrpo.run.logging import read_jsonl
@@ -25,6 +26,7 @@ from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.signals import StopRequest
 from minigrpo.types import ConfigError
+from minigrpo.userfiles import load_file
 
 from . import tiny
 from .steps import join, run_two
@@ -66,7 +68,7 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     with pytest.raises((BadError, RunFailed)) as raised:
         dist.on_main(fails)
     found["raised"] = raised.type.__name__
-    dist.refuse_differences({"rows": "a"})
+    dist.refuse_differences({"rows": "a", f"/home/{rank}/rewards.py": str(rank)})
     with pytest.raises(ConfigError):
         dist.refuse_differences({"rows": "a", "rewards": str(rank)})
     # longer than a collective may take: the others wait without one
@@ -174,6 +176,27 @@ def test_processes_with_other_rows_or_rewards_have_other_digests() -> None:
     assert digests(rows, right)["rows"] != digests(rows[::-1], right)["rows"]
     assert digests(rows, right)["rows"] != digests(rows[1:], right)["rows"]
     assert digests(rows, right)["rewards"] != digests(rows, half)["rewards"]
+
+
+def test_processes_know_weights_and_files_by_their_contents(tmp_path: Path) -> None:
+    config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
+    file = tmp_path / "solved_by_rank.py"
+    file.write_text(SOLVED)
+    found = []
+    for more, weight in (("", 1.0), ("# edited", 1.0), ("# edited", 1.5)):
+        file.write_text(SOLVED + more)
+        given = Given.of(data=[{"prompt": f"{n}?"} for n in range(30)], rewards=[len_of_text])
+        parts = Parts(config, given=given)
+        parts.recognise("--teacher a", {"w": torch.full((3, 4), weight)})
+        userfiles._read.clear()  # as another process has not read it yet
+        load_file(file)
+        found.append(parts.digests())
+    names = [{name for name in a if a[name] != b[name]} for a, b in pairwise(found)]
+    assert names == [{str(file)}, {"the weights of --teacher a"}]
+
+
+def len_of_text(example: Any, text: str) -> float:
+    return float(len(text))
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -88,7 +88,10 @@ def test_a_measure_that_is_not_finite_is_read_back_as_such(tmp_path: Path) -> No
     assert np.isnan(record["exact"]) and record["reward"] == 0.5
 
 
-@pytest.mark.parametrize("line", [b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0"])
+DAMAGED = (b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0", b'{"loss": 1}')
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, b'{"step": "2"}', b'{"step": null}'])
 def test_a_damaged_line_is_left_out_with_a_warning(tmp_path: Path, line: bytes) -> None:
     """Also if a run is writing the last line, or was killed while it did; that is no damage."""
     whole = [to_json({"step": step}).encode() for step in (1, 2, 3)]
@@ -143,11 +146,22 @@ def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path)
             log.evaluation(step, {"exact": 0.5})
             log.write(SAMPLES, step, [SAMPLE])
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+        assert all(x.read_bytes()[-1:] in (b"", b"\n") for x in tmp_path.glob("*.jsonl"))
     for step in (9, 10):
         log.step(step, {"loss": 1.0})
     log.close()
     assert len(said) == 2  # of TensorBoard, and of the files
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 10]
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9, 10]
+
+
+def test_a_line_does_not_go_on_with_one_that_has_no_end(tmp_path: Path) -> None:
+    """Such as after an error of the disk, which took a part and did not take it back."""
+    log = log_of(tmp_path)
+    log.step(1, {"loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2, "lo')
+    log.step(3, {"loss": 1.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 3]
 
 
 def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
@@ -278,6 +292,17 @@ def test_long_work_shows_a_bar_on_a_terminal_alone(
             clock[0] += seconds
             advance()
     assert ("reading" in output.getvalue()) == bool(output.getvalue()) == is_shown
+
+
+def test_what_a_stream_cannot_show_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal without Unicode, a name of a file that is none, and a stream that is closed."""
+    shown = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, encoding="ascii"))
+    Console().table("naïve", ["é"], [["→"]])
+    Console().say("\ud800 plain")
+    assert shown.getvalue().isascii() and b"plain" in shown.getvalue()
+    sys.stdout.close()
+    Console().say("plain")
 
 
 TALK = """

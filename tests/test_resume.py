@@ -25,9 +25,10 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 
-from minigrpo import Config, Trainer, evaluate, learner, rewards, trainer
+from minigrpo import Config, Trainer, Transformer, evaluate, learner, rewards, trainer
 from minigrpo.run.checkpoint import checkpoints, is_finite, load_checkpoint, newest
 from minigrpo.runtime.guard import Diverged, RunFailed
+from minigrpo.types import ConfigError
 
 from .steps import bits, tiny_trainer
 from .tiny import TINY, TORCHRUN, flags, tiny_chess_model, wait_until, write_jsonl
@@ -355,6 +356,54 @@ def test_an_error_ends_the_run_with_whole_steps_saved(
     there = checkpoints(tmp_path / "run" / "checkpoints")
     assert [load_checkpoint(path)["step"] for path in there] == [0, saved][: 1 + bool(saved)]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def write_model(folder: Path, seed: int) -> str:
+    """A model's folder with random weights in it."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    model = Transformer.from_pretrained(tiny_chess_model(folder), seed=seed)
+    model.save_pretrained(folder / "model.safetensors")
+    return str(folder)
+
+
+JUDGED = """import minigrpo
+@minigrpo.reward(tokens=True)
+def judged(batch):
+    return batch.model({model!r}).logp(batch.completions, 1.0).sum(-1).numpy()
+"""
+FROZEN = {
+    "the base of adapters": ("model", {"lora_rank": 2, "kl_coef": 0.0}),
+    "the reference": ("other", {"reference": "OTHER"}),
+    "the reference, as it began": ("model", {}),
+    "the teacher": ("other", {"kl_coef": 0.0, "teacher": "OTHER"}),
+    "a reward's model": ("other", {"kl_coef": 0.0, "rewards": "judged.py"}),
+    "what is in the checkpoint": ("", {"kl_coef": 0.0}),
+}
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_a_run_goes_on_beside_the_frozen_weights_that_it_began_with(
+    tmp_path: Path, what: str
+) -> None:
+    """Only the weights that are trained are in a checkpoint: others are loaded again."""
+    changed, options = FROZEN[what]
+    write_model(tmp_path / "model", seed=1)
+    other = write_model(tmp_path / "other", seed=1)
+    (tmp_path / "judged.py").write_text(JUDGED.format(model=other))
+    places = {"OTHER": other, "judged.py": str(tmp_path / "judged.py")}
+    options = {name: places.get(str(x), x) for name, x in options.items()}
+    options |= {"eval_every": 0, "eval_size": 2, "num_iterations": 1}
+    make(tmp_path / "run", **options, stop_after=1).fit()
+    write_model(tmp_path / (changed or "model"), seed=2)
+
+    def go_on() -> int:
+        return int(make(tmp_path / "run", **options, resume="auto", stop_after=2).fit()["step"])
+
+    if changed:
+        with pytest.raises(ConfigError):
+            go_on()
+        write_model(tmp_path / changed, seed=1)
+    assert go_on() == 2
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ test_resume.py does the same with real processes.
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from minigrpo import userfiles
 from minigrpo.config import Config
 from minigrpo.run import logging
 from minigrpo.run.checkpoint import (
@@ -35,11 +38,12 @@ from minigrpo.run.checkpoint import (
 )
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
-from minigrpo.run.run_dir import Questions, RunDir, choose_folder, trained_on
+from minigrpo.run.run_dir import Questions, RunDir, choose_folder, recorded_checksums, trained_on
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.rng import stream
 from minigrpo.types import ConfigError
+from minigrpo.userfiles import load_file
 
 LAST = 40  # steps of an undisturbed run
 FACTS = {"tokenizer": "abc", "shape": {"width": 3}}
@@ -93,9 +97,22 @@ class Run:
         self.console.warn = self.said.append  # type: ignore[method-assign]
         self.folder = choose_folder(self.config, DistContext())
 
-    def start(self, questions: Questions = None, **facts: Any) -> "Run":
+    def start(
+        self,
+        questions: Questions = None,
+        code: Mapping[str, str] = {},
+        checksums: Mapping[str, str] = {},
+        **facts: Any,
+    ) -> "Run":
         self.run_dir = RunDir(
-            self.folder, self.config, DistContext(), self.console, {**FACTS, **facts}, questions
+            self.folder,
+            self.config,
+            DistContext(),
+            self.console,
+            {**FACTS, **facts},
+            questions,
+            code,
+            dict(checksums),
         )
         self.run_dir.open(self.learner.load)
         self.log = self.run_dir.open_log(self.learner.state_dict())
@@ -426,6 +443,42 @@ def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path:
     assert newest(tmp_path, lambda text: None).name == "step_000002"
 
 
+@pytest.mark.parametrize("stray", ["file", "folder"])
+def test_a_stray_file_or_folder_is_no_checkpoint(tmp_path: Path, stray: str) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+
+    def lay(step: int) -> Path:
+        path = folder / f"step_{step:06d}"
+        path.mkdir() if stray == "folder" else path.write_text("mine")
+        return path
+
+    lay(4)
+    run = Run(tmp_path / "run").start().train().save().train().save()
+    assert whole(tmp_path / "run") == [1, 2]  # of those kept, none was given up for it
+    lay(3)
+    run.train().save()
+    run.die()
+    assert whole(tmp_path / "run") == [2, 3]
+    again = Run(tmp_path / "run").start().train().save()
+    assert again.step == 4 and whole(tmp_path / "run") == [3, 4]
+    kept = [path for path in folder.iterdir() if path.is_file() and path.read_text() == "mine"]
+    assert len(kept) == 2 * (stray == "file")
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EACCES])
+def test_a_folder_that_cannot_be_flushed_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run = Run(tmp_path / "run").start().train().save()
+    assert whole(tmp_path / "run") == [0, 1] and not run.said
+
+
 # --- starting and resuming ------------------------------------------------------------------------
 
 
@@ -494,6 +547,92 @@ def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -
     record = (tmp_path / "run" / "config.toml").read_text()
     assert hashlib.sha256(b"two").hexdigest() in record and torch.__version__ in record
     assert Config.from_toml(tmp_path / "run" / "config.toml").task == other.config.task
+
+
+def test_a_model_with_other_weights_is_refused_also_if_it_is_asked_later(tmp_path: Path) -> None:
+    """`checksums`: by `Parts.recognise`; a reward asks for its models when it is first called."""
+    run = Run(tmp_path / "run").start(checksums={"--model base": "a"})
+    run.run_dir.checksums["judge"] = "b"
+    run.train().save().die()
+    for same in ({"--model base": "a"}, {"--model base": "a", "judge": "b"}):
+        again = Run(tmp_path / "run").start(checksums=same)
+        again.die()
+        assert again.run_dir.checksums == {"--model base": "a", "judge": "b"} and not again.said
+    assert recorded_checksums(tmp_path / "run") == again.run_dir.checksums
+    for other in ({"--model base": "x"}, {"--model base": "a", "judge": "x"}):
+        with pytest.raises(ConfigError):
+            Run(tmp_path / "run").start(checksums=other)
+
+
+def test_code_that_has_changed_is_named_and_used_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file beside the users' too; `_read` is that of a new process."""
+    files = [tmp_path / "uses_the_helper.py", tmp_path / "helper_of_a_run.py"]
+    files[0].write_text("from helper_of_a_run import LIMIT\n")
+    files[1].write_text("LIMIT = 3\n")
+    load_file(files[0])
+    run = Run(tmp_path / "run").start(code={"code of rewards": "a"}).train().save()
+    run.die()
+    files[1].write_text("LIMIT = 4\n")
+    for code, process, named in (
+        ("a", userfiles._read, []),
+        ("b", userfiles._read, ["code of rewards"]),
+        ("b", {}, [str(files[1]), "code of rewards"]),
+    ):
+        monkeypatch.setattr(userfiles, "_read", process)
+        again = Run(tmp_path / "run").start(code={"code of rewards": code})
+        again.die()
+        said = " ".join(again.said)
+        assert len(again.said) == len(named) and all(name in said for name in named)
+
+
+def test_a_longer_run_says_what_becomes_of_the_learning_rate(tmp_path: Path) -> None:
+    rate = {"learning_rate": 1e-3, "warmup_steps": 0}
+    finished(tmp_path / "run", steps=20, max_steps=20, **rate)
+    again = Run(tmp_path / "run", max_steps=200, **rate).start()
+    (said,) = again.said
+    # a tenth of the peak, where 20 of 199 steps of a cosine are done
+    cosine = (1 + math.cos(math.pi * 20 / 199)) / 2
+    assert "0.0001" in said and f"{1e-3 * (0.1 + 0.9 * cosine):g}" in said
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "lock"])
+def test_a_run_whose_folder_has_gone_writes_nothing_more(tmp_path: Path, how: str) -> None:
+    """Not into the folder of a run that has begun under its name."""
+    run = Run(tmp_path / "run").start().train(2).save()
+    if how == "lock":
+        (tmp_path / "run" / ".lock").unlink()
+    else:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if how in ("replaced", "lock"):
+        Run(tmp_path / "run").start().train(1).save()
+    before = {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()}
+    for write in (run.train, run.save, lambda: run.run_dir.write_summary({"step": 2})):
+        with pytest.raises(RunFailed):
+            write()
+    with pytest.raises(RunFailed):
+        run.save(required=False)
+    assert {x: x.read_bytes() for x in tmp_path.rglob("*") if x.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_what_a_reward_has_forked_does_not_keep_the_folder(tmp_path: Path) -> None:
+    """And its end does not unlock the folder of a run that goes on."""
+    run = Run(tmp_path / "run").start().train().save()
+    end, ours = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(ours)
+        os.read(end, 1)  # until the test closes its side
+        os._exit(0)
+    with pytest.raises(ConfigError):
+        Run(tmp_path / "run").start()
+    run.die()
+    assert Run(tmp_path / "run").start().step == 1
+    os.close(ours)
+    os.waitpid(child, 0)
+    os.close(end)
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:

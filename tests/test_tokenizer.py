@@ -190,13 +190,29 @@ def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> Non
     assert change(tmp_path, truncation=limit, padding=padding).encode("one two three") == ids
 
 
-def test_a_fingerprint_is_that_of_the_vocabulary(tmp_path: Path) -> None:
+def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path: Path) -> None:
+    """A teacher needs the same ids alone: the vocabulary."""
     first = load(tmp_path / "a")
+    tokenizer = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    merges = [*tokenizer["model"]["merges"]]
+    changes: list[dict[str, Any]] = [
+        {"model": {**tokenizer["model"], "merges": merges[1:] + merges[:1]}},
+        {"normalizer": None},
+        {"added_tokens": [{**x, "rstrip": True} for x in tokenizer["added_tokens"]]},
+    ]
+    others = [change(tmp_path / "a", **changed) for changed in changes]
+    end = "<|im_start|>"  # of a text
+    others.append(load(tmp_path / "d", eos_token=end))
+    others.append(load(tmp_path / "e", template=tiny.QWEN_TEMPLATE + " "))
+    assert {other.vocabulary for other in others} == {first.vocabulary}
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
+    shutil.rmtree(tmp_path / "a")
+    assert load(tmp_path / "a").fingerprint == first.fingerprint
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert {file.name for file in (tmp_path / "b").iterdir()} <= {*FILES}
     again = load_tokenizer(str(tmp_path / "b" / "tokenizer.json"))
     assert again.fingerprint == first.fingerprint and again.source == tmp_path / "b"
-    assert load(tmp_path / "c", "gpt2").fingerprint != first.fingerprint
+    assert load(tmp_path / "c", "gpt2").vocabulary != first.vocabulary
 
 
 def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:

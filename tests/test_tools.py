@@ -234,6 +234,30 @@ def test_an_export_has_merged_adapters_and_their_questions(adapted: Path, tmp_pa
     assert len(trained_on(out)) and np.array_equal(trained_on(out), trained_on(run))
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_adapters_beside_another_base_are_refused(
+    adapted: Path, tmp_path: Path, is_saved: bool
+) -> None:
+    """Such as a run that went on training. A copy of the base is as good."""
+    shutil.copytree(adapted, tmp_path, dirs_exist_ok=True)
+    run, base = tmp_path / "run", tmp_path / "model"
+    record = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(record.replace(str(adapted), str(tmp_path)))
+    if not is_saved:
+        shutil.rmtree(run / "checkpoints")
+    commands = [("evaluate", run, "--n", 2), ("sample", run, "--prompt", "1+1=")]
+    commands.append(("export", run, "--out", tmp_path / "out"))
+    for command in commands:
+        assert call(*command) == 0
+    shutil.rmtree(tmp_path / "out")
+    model = Transformer.from_pretrained(base)
+    model.load_state_dict({name: 1.01 * x for name, x in model.state_dict().items()})
+    model.save_pretrained(base / "model.safetensors")
+    for command in commands:
+        assert call(*command) == 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.peer
 def test_transformers_and_peft_load_what_is_written(adapted: Path, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from minigrpo.losses import LossSpec
-from minigrpo.rewards import load_rewards
+from minigrpo.rewards import RewardScorer, load_rewards
 from minigrpo.run.logging import read_jsonl
+from minigrpo.runtime.guard import RunFailed
+from minigrpo.task import Task
 from minigrpo.tasks.base import load_task
 from minigrpo.tools import cli
 from minigrpo.turns.environments import EnvironmentSet
@@ -167,6 +169,35 @@ def test_an_error_of_a_users_file_is_found_by_its_file_and_line(whole: Path) -> 
     with pytest.raises(ConfigError) as own:
         load_name("--loss", "nowhere")
     assert str(ROOT / "minigrpo") not in place_of(own.value)
+
+
+SLOW = """
+import time
+import minigrpo
+from PAYS import PAY
+
+@minigrpo.reward(process=True, timeout_s=1)
+def paid(example, text):
+    if text == "slow":
+        time.sleep(60)
+    return PAY
+"""
+
+
+@pytest.mark.parametrize("edited", ["PAY = 2.0\n", "PAY = "], ids=["whole", "not whole"])
+def test_a_run_is_not_paid_by_a_file_that_has_changed_since_it_began(
+    tmp_path: Path, edited: str
+) -> None:
+    """A late call ends its process; the next process reads the files again, also those beside."""
+    helper = tmp_path / f"pays_{len(edited)}.py"  # the path for imports has both folders
+    helper.write_text("PAY = 1.0\n")
+    (tmp_path / "rewards.py").write_text(SLOW.replace("PAYS", helper.stem))
+    scorer = RewardScorer(Task(), functions=load_rewards(str(tmp_path / "rewards.py")), workers=1)
+    first = scorer.score([Example("?")], [["a", "slow"]])
+    assert first.failed["paid"].tolist() == [[False, True]]
+    helper.write_text(edited)
+    with pytest.raises(RunFailed):
+        scorer.score([Example("?")], [["a", "b"]])
 
 
 RUN = "--max-steps 1 --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"

@@ -10,7 +10,6 @@ passant square, the squares of a move, the ending. Piece placement has a token p
 moves change single characters of it, and merged tokens would hide that.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ..errors import refusing
+from ..identity import digest
 from .chat import Chat, try_out
 from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
 from .hf import CONFIG, hub_folder, read_json
@@ -65,10 +65,17 @@ class Tokenizer:
         return max(map(len, self.engine.get_vocab()))
 
     @property
+    def vocabulary(self) -> str:
+        """A digest of the tokens and their ids: what log-probs of ids need to be alike."""
+        return digest(self.engine.get_vocab())
+
+    @property
     def fingerprint(self) -> str:
-        """A sha256 of the vocabulary."""
-        vocabulary = json.dumps(self.engine.get_vocab(), sort_keys=True)
-        return hashlib.sha256(vocabulary.encode()).hexdigest()
+        """A digest of all that decides the tokens of a prompt, and the end of a completion."""
+        engine = json.loads(self.engine.to_str())
+        del engine["version"]  # of the format
+        chat = self.chat and (self.chat.source, self.chat.tokens)
+        return digest([engine, self.prefix, self.eot, self.turn_end, sorted(self.stops), chat])
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The tokens of a text. `special`: what spells a special token is that token."""

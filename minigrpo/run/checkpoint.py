@@ -28,6 +28,8 @@ State = dict[str, Any]
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
+# what some file systems answer to the flush of a folder
+NO_FLUSH = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -48,12 +50,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Have the system write a file to the disk, or the names in a folder, where it can do that."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in NO_FLUSH:
+            raise
 
 
 def sha256(path: Path) -> str:
@@ -68,8 +74,9 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder by step, damaged ones too."""
-    return sorted((path for path in folder.glob("step_*") if step_of(path) >= 0), key=step_of)
+    """The checkpoints in a folder by step, damaged ones too, but no file and no empty folder."""
+    named = [path for path in folder.glob("step_*") if step_of(path) >= 0 and path.is_dir()]
+    return sorted((path for path in named if any(path.iterdir())), key=step_of)
 
 
 def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
@@ -93,6 +100,8 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
         flush(aside / STATE)
         manifest = {"step": state["step"], "files": {STATE: sha256(aside / STATE)}}
         write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        if target.is_file():  # of somebody else's
+            target.rename(target.with_name(f"not_{target.name}"))
         shutil.rmtree(target, ignore_errors=True)  # a damaged one
 
     try:

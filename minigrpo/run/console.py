@@ -31,10 +31,15 @@ class Console:
         self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
 
     def say(self, text: str, stream: TextIO | None = None) -> None:
-        """Print a line, to stdout unless quiet. A closed terminal or pipe must not end a run."""
+        """Print a line, to stdout unless quiet.
+
+        Neither a terminal or pipe that is closed, nor one that has no Unicode, must end a run.
+        """
         if stream or not self.quiet:
-            with suppress(OSError):
-                print(text, file=stream, flush=True)
+            encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
+            shown = text.encode(encoding, "backslashreplace").decode(encoding)
+            with suppress(OSError, ValueError):
+                print(shown, file=stream, flush=True)
 
     def warn(self, text: str) -> None:
         where = f" (rank {self.rank})" if self.rank else ""

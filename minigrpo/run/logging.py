@@ -35,9 +35,10 @@ def to_json(record: LogLine, indent: int | None = None) -> str:
 
 
 def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any]]:
-    """The objects in a log, none if there is no file. A damaged line is left out with a warning.
+    """The objects with a step in a log, none if there is no file.
 
-    The last line may be incomplete: a run is writing it, or was killed while it did.
+    A damaged line is left out with a warning. The last one may be incomplete: a run is writing it,
+    or was killed while it did.
     """
     records = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -46,18 +47,34 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict):
+        if isinstance(record, dict) and isinstance(record.get("step"), int | float):
             records.append(record)
         elif line and number < len(lines):
             warn(f"{path}, line {number}: damaged, left out")
     return records
 
 
+def append(path: Path, lines: bytes) -> None:
+    """Add lines to a file, all or none of them; they never go on with a line that has no end."""
+    with open(path, "ab+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            lines = b"\n" + lines
+        try:
+            while lines:  # a disk that fills up takes a part first
+                lines = lines[file.write(lines) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
 class RunLog:
     """A run's logs. Until `open`, as in all processes but the main one, nothing is written."""
 
-    def __init__(self, warn: Warn) -> None:
+    def __init__(self, warn: Warn, check: Callable[[], object] = lambda: None) -> None:
+        """`check`: raises RunFailed if the folder is another run's by now."""
         self.warn = warn
+        self.check = check
         self.folder: Path | None = None
         self.charts: dict[str, Any] = {}  # a `Board`, and the run of a tracker, by name
         self.evaluated: list[dict[str, float]] = []  # the lines that eval.jsonl has already
@@ -68,7 +85,7 @@ class RunLog:
         self.folder = folder
         for name in LOGS:
             lines = read_jsonl(base / name, self.warn)
-            kept = [line for line in lines if line.get("step", math.inf) <= step]
+            kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
             if name == EVALUATIONS:  # where null stands for NaN
                 self.evaluated = [
@@ -93,10 +110,13 @@ class RunLog:
         """Write lines to a log; warn of the first that cannot be written."""
         if self.folder is None:
             return
+        self.check()
         lines = "".join(to_json({"step": step, **record}) for record in records)
         try:
-            with open(self.folder / name, mode) as file:
-                file.write(lines)
+            if mode == "w":
+                write_text(self.folder / name, lines)
+            else:
+                append(self.folder / name, lines.encode())
         except OSError as error:
             if not self.has_warned:
                 self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
@@ -132,12 +152,12 @@ def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
     if name == "none":
         return {}
     file = folder / "track_id"  # the name of the run in its tracker, which a resume continues
-    track_id = file.read_text() if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
+    track_id = file.read_text("utf-8") if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": track_id, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
     with refusing(f"--track {name}"):
         tracked = import_module(name).init(
             project=project, name=track_id, config=config.flat(), resume="allow", **options
         )
-    file.write_text(track_id)
+    file.write_text(track_id, "utf-8")
     return {name: tracked}

@@ -10,12 +10,15 @@ is the first file: a folder with any other, but no whole checkpoint, has lost it
 """
 
 import fcntl
-import re
+import os
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TextIO
+from weakref import WeakSet
 
 import numpy as np
 import tomli_w
@@ -27,7 +30,9 @@ from ..model.lora import adapters, peft_files
 from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
+from ..runtime.optimizer import learning_rate_at
 from ..types import ConfigError, Warn
+from ..userfiles import files_read
 from .checkpoint import (
     CHECKPOINTS,
     State,
@@ -45,9 +50,15 @@ from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 RECORD = "config.toml"
 SUMMARY = "summary.json"
 TRAINED_ON = "trained_on.npy"
+LOCK = ".lock"
+WEIGHTS_OF = "weights of "  # begins the keys of checksums in the record
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
+# The open files of LOCK. A lock lasts until each process that has inherited the file has closed it,
+# so one that users' code forks would keep the folder locked when this one has been killed.
+locked = WeakSet[TextIO]()
+os.register_at_fork(after_in_child=lambda: [file.close() for file in locked])
 
 
 def choose_folder(config: Config, dist: DistContext) -> Path:
@@ -71,24 +82,32 @@ class RunDir:
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
     questions: Questions
+    code: Mapping[str, str] = field(default_factory=dict)  # digests of the caller's objects
+    checksums: dict[str, str] = field(default_factory=dict)  # see `Parts.recognise`
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / CHECKPOINTS
         # without those of a single start
         self.record = self.config.replace(out_dir="", resume="", stop_after=0)
-        # the bits depend on these too: software, machine, users' files
-        self.versions = {
+        self.machine = {
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             "processes": self.dist.world_size,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            **{str(file): sha256(file) for file in files_of(self.config)},
         }
+        data = {str(file): sha256(file) for file in data_files(self.config)}
+        self.contents = {**data, **files_read(), **self.code}
         # a checkpoint has these, and a run that goes on from it must be the same
-        self.identity = {**self.record.flat(), **self.versions, **self.facts}
+        self.identity = {
+            **self.record.flat(),
+            **self.machine,
+            **self.contents,
+            **self.facts,
+            "checksums": self.checksums,  # those of a reward's models come later
+        }
         self.saved_step = -1  # of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
-        self._lock = ExitStack()
+        self._lock: TextIO | None = None
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
@@ -96,7 +115,7 @@ class RunDir:
             checkpoint = self.dist.on_main(self._lock_and_choose)
             if checkpoint:
                 state = load_checkpoint(checkpoint)
-                self._compare(state["run"])
+                self._compare(state["run"], state["step"])
                 load(state)
                 self.continued = checkpoint.parent.parent
                 if self.continued == self.path:
@@ -115,9 +134,10 @@ class RunDir:
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self._lock.enter_context(open(self.path / ".lock", "a"))
+        self._lock = open(self.path / LOCK, "a", encoding="utf-8")
+        locked.add(self._lock)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out-dir {self.path}: another run is writing to it") from None
         except OSError:
@@ -126,27 +146,58 @@ class RunDir:
             return newest(Path(resume).absolute(), self.console.warn)
         return newest(self.path, self.console.warn) if holds_a_run else None
 
-    def _compare(self, then: Mapping[str, object]) -> None:
-        """Raise ConfigError for another run's identity; warn of what may change bits."""
+    def check(self) -> None:
+        """Raise RunFailed unless the folder is still the one that this run has locked.
+
+        It may have been removed or renamed, and another run may have begun under its name.
+        """
+        if self._lock is None:
+            return
+        try:
+            is_ours = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise RunFailed(f"{self.path}: was removed, renamed or replaced while the run went on")
+
+    def _compare(self, then: Mapping[str, Any], step: int) -> None:
+        """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
-        for name, now in self.identity.items():
+        said = list[str]()
+        for name, now in {**self.record.flat(), **self.facts, **self.machine}.items():
             if then.get(name) == now:
                 continue
-            said = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
-            if name not in may_differ | self.versions.keys():
-                raise ConfigError(said)
-            if self.dist.is_main:
-                self.console.warn(f"{said}: bits may differ")
+            if name in self.facts:
+                raise ConfigError(f"--resume: the {name} is not the one that the run began with")
+            change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
+            if name not in may_differ | self.machine.keys():
+                raise ConfigError(change)
+            effect = "bits may differ"
+            if name == "max_steps":  # the learning rate is a function of the step and of this
+                before = learning_rate_at(step, self.config.replace(max_steps=then[name]))
+                rate = learning_rate_at(step, self.config)
+                effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
+            said.append(f"{change}: {effect}")
+        for name, now in self.contents.items():
+            if then.get(name, now) != now:
+                said.append(f"--resume: {name} has changed since: it is used as it is now")
+        for name, before in then["checksums"].items():
+            if self.checksums.setdefault(name, before) != before:
+                raise ConfigError(f"--resume: {name}: its weights have changed since")
+        for text in said if self.dist.is_main else ():
+            self.console.warn(text)
 
     def open_log(self, state: State) -> RunLog:
         """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
-        log = RunLog(self.console.warn)
+        log = RunLog(self.console.warn, self.check)
 
         def begin() -> None:
             trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)  # before any other file
-            tables = self.record.model_dump(exclude_none=True) | {"versions": self.versions}
+            weights = {WEIGHTS_OF + name: found for name, found in self.checksums.items()}
+            versions = {**self.machine, **self.contents, **weights}
+            tables = self.record.model_dump(exclude_none=True) | {"versions": versions}
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
@@ -166,7 +217,9 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
 
     def save(self, state: State, *, required: bool = False) -> None:
         """Write a checkpoint, unless its step has one."""
@@ -193,6 +246,7 @@ class RunDir:
     @contextmanager
     def _writing(self, what: str, *, required: bool = False) -> Iterator[None]:
         """If it fails, for instance on a full disk, warn and go on; raise RunFailed if required."""
+        self.check()
         try:
             yield
         except Exception as error:  # safetensors has errors of its own
@@ -202,14 +256,21 @@ class RunDir:
             self.console.warn(said)
 
 
-def files_of(config: Config) -> list[Path]:
-    """The files that settings name: FILE, FILE.py:NAME, or several with commas; not the model's."""
-    task = config.task
-    settings = [task.name, task.rewards, task.data, task.eval_data, task.environment]
-    settings += [config.loss.name, config.model.chat_template]
-    names = re.sub(r"\.py:\w+", ".py", ",".join(settings)).split(",")
+def data_files(config: Config) -> list[Path]:
+    """The files of --data and --eval-data."""
+    names = f"{config.task.data},{config.task.eval_data}".split(",")
     paths = [Path(name.strip()).absolute() for name in names]
     return [path for path in paths if path.is_file()]
+
+
+def recorded_checksums(run: Path) -> dict[str, str]:
+    """What `Parts.recognise` took in a run, by name."""
+    versions = tomllib.loads((run / RECORD).read_text("utf-8")).get("versions", {})
+    return {
+        name.removeprefix(WEIGHTS_OF): found
+        for name, found in versions.items()
+        if name.startswith(WEIGHTS_OF)
+    }
 
 
 def trained_on(run: Path) -> np.ndarray:

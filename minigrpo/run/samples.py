@@ -19,10 +19,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..identity import digest
 from ..metrics import Graded
 from ..model.encoding import token_texts
 from ..model.tokenizer import Tokenizer
-from ..types import RolloutBatch, digest
+from ..types import RolloutBatch
 from .logging import HELD_OUT, SAMPLES, LogLine, RunLog
 
 

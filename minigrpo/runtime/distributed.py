@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -115,9 +116,9 @@ class DistContext:
         """Raise ConfigError, in all of several processes, unless all have the same values."""
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, dict(values), group=self.patient)
-        for name in values:
-            if len({of_one[name] for of_one in everyone}) > 1:
-                raise ConfigError(f"processes differ in {name}, as by a shuffle without a seed")
+        for name in dict.fromkeys(chain(*everyone)):  # some may have files that others have not
+            if len({of_one[name] for of_one in everyone if name in of_one}) > 1:
+                raise ConfigError(f"processes differ in {name}, as by a shuffle or another version")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as DDP: it sends the main process's weights here, and averages gradients."""

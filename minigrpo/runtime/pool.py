@@ -20,7 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from ..clock import running_seconds
-from ..errors import text_of
+from ..errors import RunFailed, text_of
+from ..userfiles import changed_files, files_now, files_read
 from .watchdog import UNMARKED, Watchdog
 
 LATE = "it took longer than its timeout_s"
@@ -205,7 +206,18 @@ class WorkerProcesses:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         pipe.send((sys.path, self.module, self.name))
-        pipe.recv()  # it is ready
+        try:
+            read_anew = pipe.recv()  # it is ready
+        except EOFError:  # it has ended: perhaps a file is no longer whole
+            read_anew = files_now()
+            if not changed_files(read_anew):
+                raise
+        changed = changed_files(read_anew)
+        if changed:
+            process.kill()
+            process.wait()
+            said = "has changed since the run began: restore it, or resume with it as it is"
+            raise RunFailed(f"{', '.join(changed)} {said}")
         return process, pipe
 
 
@@ -219,10 +231,9 @@ def serve(file: int) -> None:
     os.register_at_fork(after_in_child=partial(handle_stop_signals, signal.SIG_DFL))
     pipe = Connection(file)
     sys.path[:], module, name = pipe.recv()
-    import_module("minigrpo.userfiles")  # finds users' files
     function = attrgetter(name)(import_module(module))
     fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
-    pipe.send("ready")
+    pipe.send(files_read())
     with suppress(EOFError):  # the run has ended
         while True:
             arguments = pipe.recv()
