@@ -283,6 +283,7 @@ def test_long_work_shows_a_bar_on_a_terminal_alone(
     is_shown: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     clock = [0]
     monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock[0])
     output = screen()

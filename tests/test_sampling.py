@@ -216,8 +216,9 @@ class Letters:
     """A tokenizer of the letters a to k; the last token ends a text."""
 
     name, chat, eot, turn_end, stops, prefix = "letters", None, EOS, EOS, frozenset({EOS}), ()
+    longest_token = 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
     def decode(self, ids: list[int]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TextIO
 
+import rich.console
 from rich.progress import Progress
 
 from ..config import Config
@@ -51,7 +52,12 @@ class Console:
     def bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """A bar on a terminal, if work takes over a second; call what it gives for each piece."""
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        progress = Progress(transient=True, disable=self.quiet or not is_terminal)
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        progress = Progress(
+            console=rich.console.Console(file=sys.stdout),
+            transient=True,
+            disable=self.quiet or not is_terminal,
+        )
         task = progress.add_task(what, total=total)
         begun = time.monotonic()
 
@@ -63,7 +69,8 @@ class Console:
         try:
             yield advance
         finally:
-            progress.stop()
+            if progress.live.is_started:
+                progress.stop()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print rows under the names of their columns."""
