@@ -65,6 +65,16 @@ class RoundState:
     unread: np.ndarray  # tokens of an answer that are stored, and not run yet
     waiting: np.ndarray  # 1 if it waits for an answer, else 0
 
+    @classmethod
+    def read(cls, **fields: Tensor) -> "RoundState":
+        """Copy the fields to the host, all at once: each copy makes it wait for the device."""
+        values = torch.stack([*fields.values()]).cpu().numpy()
+        return cls(**dict(zip(fields, values, strict=True)))
+
+    def select(self, which: np.ndarray) -> "RoundState":
+        """The sequences where `which`, `[N]` bool, is true."""
+        return RoundState(**{name: values[which] for name, values in vars(self).items()})
+
 
 @dataclass(eq=False)
 class Generation:
@@ -257,15 +267,19 @@ class Generation:
 
     def _update(self) -> None:
         """Exchange turns, let finished sequences leave, and split slots whose sequences differ."""
-        # 1. One copy to the host, because it makes the host wait for the device.
+        # 1. What the host needs to know of the round.
         running = self.running[: self.num_running]
-        slot = self.slot[: self.num_running]
         lengths = self.lengths[running]
         last_token = self.ids[running, lengths - 1]
-        ended = self.is_stop[last_token].long()
-        fields = [running, slot, lengths, last_token, ended]
-        fields += [self.unread[running], self.waiting[running]]
-        state = RoundState(*torch.stack(fields).cpu().numpy())
+        state = RoundState.read(
+            sequence=running,
+            slot=self.slot[: self.num_running],
+            length=lengths,
+            last_token=last_token,
+            ended=self.is_stop[last_token].long(),
+            unread=self.unread[running],
+            waiting=self.waiting[running],
+        )
         if self.stop_texts is not None:
             self._find_stop_texts(self.stop_texts, state)
 
@@ -275,7 +289,7 @@ class Generation:
         if self.answers is not None:
             answer = self._exchange_turns(self.answers, state)
         stays = self._goes_on(state) | (state.waiting > 0)
-        state = RoundState(**{name: values[stays] for name, values in vars(state).items()})
+        state = state.select(stays)
         slots = assign_slots(state.slot, state.length, answer[stays], state.last_token)
 
         # 3. One copy back.
@@ -318,17 +332,27 @@ class Generation:
 
         Returns `[N]` numbers that tell new answers apart; 0: none.
         """
-        # within an answer, a stop ends no turn
+        self._submit_turns(answers, state)
+        new_answer = self._store_answers(answers, state)
+        running = self.running[: self.num_running]
+        self.unread[running] = running.new_tensor(state.unread)
+        self.waiting[running] = running.new_tensor(state.waiting)
+        return new_answer
+
+    def _submit_turns(self, answers: Dialogues, state: RoundState) -> None:
+        """Have the turns answered that have just ended; a stop within an answer ends no turn."""
         asks = np.flatnonzero((state.ended > 0) & (state.unread == 0) & (state.waiting == 0))
         for n, ids in zip(asks, self.ids[state.sequence[asks]].tolist(), strict=True):
             answers.submit(int(state.sequence[n]), ids[: state.length[n]])
         state.waiting[asks] = 1
 
+    def _store_answers(self, answers: Dialogues, state: RoundState) -> np.ndarray:
+        """Store the answers that have come after their sequences; see `_exchange_turns`."""
         numbers: dict[tuple[int, ...], int] = {}  # of distinct answers
         new_answer = np.zeros_like(state.sequence)
         stored: list[tuple[int, int, int]] = []  # sequence, column and token
-        wait = not self._goes_on(state).any()  # nothing else to do
-        for sequence, answer in answers.replies(wait=wait).items():
+        has_nothing_else_to_do = not self._goes_on(state).any()
+        for sequence, answer in answers.replies(wait=has_nothing_else_to_do).items():
             n = np.searchsorted(state.sequence, sequence)
             start = int(state.length[n])
             stored += [(sequence, start + column, token) for column, token in enumerate(answer)]
@@ -338,9 +362,6 @@ class Generation:
         if stored:  # all go to the device at once
             row, column, token = self.ids.new_tensor(stored).T
             self.ids[row, column] = token
-        running = self.running[: self.num_running]
-        self.unread[running] = running.new_tensor(state.unread)
-        self.waiting[running] = running.new_tensor(state.waiting)
         return new_answer
 
     def _run_answers(self) -> None:
