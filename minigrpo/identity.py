@@ -4,6 +4,7 @@ By them a resume, and the processes of a run, know whether rows, functions and w
 Python's own `repr` and `hash` do not tell: they have addresses, and sets have an order by chance.
 """
 
+import copyreg
 import json
 import math
 import sys
@@ -74,6 +75,10 @@ class _Reader:
 
     def by_parts(self, value: object) -> str:
         """The digest of an object, or of a list or dict that JSON has no form for."""
+        kind = type(value)
+        if kind is not type:
+            # before the object: which of a set's comes first is chance, and its class may hold it
+            self.digest(kind)
         if id(value) not in self.digests:
             self.digests[id(value)] = value, "inside itself"
             try:
@@ -81,7 +86,7 @@ class _Reader:
             except Exception:  # of code of others, which takes a value apart
                 self.unread.add(type(value).__qualname__)
                 parts = None
-            written = self.json.encode([self.digest(type(value)), parts])
+            written = self.json.encode([self.digest(kind), parts])
             self.digests[id(value)] = value, _hashed(written.encode())
         return self.digests[id(value)][1]
 
@@ -142,7 +147,8 @@ class _Reader:
 
     def of_object(self, value: object) -> object:
         """What copies and pickles of it would be made from."""
-        state = value.__reduce_ex__(4)
+        registered = copyreg.dispatch_table.get(type(value))  # such as for a compiled regex
+        state = registered(value) if registered else value.__reduce_ex__(4)
         if isinstance(state, str):  # the name of a global, such as of a function with a cache
             return [state, self.digest(getattr(value, "__wrapped__", None))]
         return [self.digest([*part] if isinstance(part, Iterator) else part) for part in state]

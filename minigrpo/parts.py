@@ -318,10 +318,7 @@ class Parts:
         made = [*map(task.train, range(CHECKED)), *held_out(task, CHECKED)]
         for example in made:
             self._check_fit(example)
-        examples += made
-        if self.config.supervised and not any(example.answer for example in examples):
-            raise ConfigError("--loss nll learns true answers, and these examples have none")
-        self._warn_of(examples)
+        self._warn_of([*examples, *made])
 
     def _check_fit(self, example: Example) -> None:
         """Raise ConfigError for an example that does not fit the model, or the teacher."""
@@ -331,6 +328,8 @@ class Parts:
         if field := self.config.loss.teacher_context:
             check_prompt(tokenizer, with_context(tokenizer, example, field), room)
         if self.config.supervised:
+            if not example.answer:
+                raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
             room = min(room, context - len(encode_answer(tokenizer, example, context)))
         check_prompt(tokenizer, example, room)
 

@@ -260,8 +260,8 @@ class RewardScorer:
         self.success = next((f.name for f in functions if f.success), task.success)
         for name in {*self.names, *self.weights} | ({self.success} - {EXACT, REWARD}):
             if self.names.count(name) != 1 or name in RESERVED or not name.isidentifier():
-                said = f"must be once in {', '.join(self.names)}, a word, and none of {RESERVED}"
-                raise ConfigError(f"reward {name}: {said}")
+                said = f"needs a word as its name, which one reward has, and not {RESERVED}"
+                raise ConfigError(f"reward {name}: {said}; there are: {', '.join(self.names)}")
         for name, weight in self.weights.items():
             with refusing(f"reward {name}: weight {weight!r}"):
                 if not math.isfinite(weight):

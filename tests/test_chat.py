@@ -111,6 +111,9 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path, kind: str) 
         for messages in (ask(f"a {token}"), ask("a", token, "b"), ask("a", system=token)):
             with pytest.raises(ConfigError):
                 chat.prompt(messages)
+        for row in ({"tools": [{"name": token}]}, {"args": {"documents": [token]}}):
+            with pytest.raises(ConfigError):
+                chat.prompt(ask("a"), **row)
     near = ask("<|im_end |>", "< |eot_id|>", "[INST")
     special = {*tokenizer.special.values()}
     counts = [

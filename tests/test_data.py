@@ -495,6 +495,9 @@ def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     # what says how many rows it has, has no bound, and is read to there
     assert len(rows_of("data", Sized())) == 300 and len(rows_of("data", SUMS)) == 400
     assert len(rows_of("data", islice(made, 200))) == 200
+    monkeypatch.setattr("minigrpo.tasks.data.MOST_CHARACTERS", 100)
+    with pytest.raises(ConfigError):  # few rows may be long
+        rows_of("data", islice(made, 10))
 
 
 # --- prompts --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain, repeat
 from pathlib import Path
 from threading import Event
@@ -659,11 +659,15 @@ def of_unknown(word: Called) -> str:
     return ""
 
 
+def of_lines(word: str) -> Iterator[str]:
+    yield word
+
+
 @pytest.mark.parametrize(
     "tool",
     [
         *(Called, partial(search, "a", "b"), lambda word: word, len),
-        *(of_places, of_many, of_unknown, Tool("search", search).schema),
+        *(of_places, of_many, of_unknown, of_lines, Tool("search", search).schema),
     ],
 )
 def test_what_a_model_cannot_call_is_refused_as_a_tool(tool: Any) -> None:
@@ -678,6 +682,28 @@ def test_a_method_that_a_model_cannot_call_is_refused() -> None:
 
     with pytest.raises(ConfigError):
         begun(EnvironmentSet.of(Odd)).train(0)
+    with pytest.raises(ConfigError):
+        begun(EnvironmentSet.of(Odd)).known(0)
+
+
+def test_methods_with_a_cache_and_of_the_class_are_tools() -> None:
+    class Atlas(Quiz):
+        @classmethod
+        def tell(cls, city: str) -> str:
+            return f"{cls.__name__}: {city}"
+
+        @cache  # noqa: B019
+        def find(self, city: str) -> str:
+            return city
+
+    tools = EnvironmentSet.of(Atlas).tools_of(Atlas())
+    assert result_of(tools, "tell", {"city": "Rome"}).content == "Atlas: Rome"
+    assert result_of(tools, "find", {"city": "Rome"}).content == "Rome"
+
+
+def test_completions_cannot_share_an_environment() -> None:
+    with pytest.raises(ConfigError):
+        begun(EnvironmentSet.of(cache(two_turns))).train(0)
 
 
 class Client:

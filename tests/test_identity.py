@@ -1,6 +1,7 @@
 """What contents are: equal in every process for what says the same, and different otherwise."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -78,6 +79,9 @@ MAKERS: list[Callable[[], Any]] = [
     lambda: Path("a"),
     lambda: COLOURS.RED,
     lambda: COLOURS.GREEN,
+    lambda: {*COLOURS},
+    lambda: re.compile("a+"),
+    lambda: re.compile("a*"),
     lambda: Counter("aab"),
     lambda: Point(1),
     lambda: Point({1, 2}),

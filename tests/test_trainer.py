@@ -25,6 +25,7 @@ from .tiny import tiny_chess_model
 
 SUMS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
+ANY_ANSWER = {"task_args": "judge=none", "reward_weights": {}}
 
 
 def train(folder: Path, **changes: Any) -> Trainer:
@@ -231,6 +232,11 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
     with pytest.raises(ConfigError):
         make(tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
+    # one row lacks what the others have
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": "7"}\n{"prompt": "3+5"}\n')
+    (tmp_path / "rows2.jsonl").write_text('{"prompt": "3+6", "answer": "9"}\n')
+    with pytest.raises(ConfigError):
+        make(tmp_path / "run", task="prompts", **ANY_ANSWER, **SFT, **rows)
 
 
 OWN_LOSS = """

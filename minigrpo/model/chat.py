@@ -93,7 +93,7 @@ class Chat:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
         if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
             messages = [{"role": "system", "content": self.system}, *messages]
-        self._check(messages, args)
+        self._check(messages, args, tools)
         text = self._open(messages, tools, args)
         if tools and text == self._open(messages, (), args):
             raise ConfigError(f"{self.name}: leaves out tools")
@@ -127,12 +127,15 @@ class Chat:
         text = self.render(dialogue, args=args).partition(PROBE)[2]
         return text.lstrip().removeprefix(self.turn_end) if after_end else text
 
-    def _check(self, messages: Sequence[Message], args: Any) -> None:
-        """Raise ConfigError for special tokens in messages, and for messages that are left out."""
-        data = json.dumps(messages, ensure_ascii=False, default=str)
-        for token in self.special:  # it could end its own turn
-            if token in data:
-                raise ConfigError(f"a message has the special token {token}: remove it")
+    def _check(
+        self, messages: Sequence[Message], args: Mapping[str, Any], tools: Sequence[Tool] = ()
+    ) -> None:
+        """Raise ConfigError for special tokens in what a row says, and for messages left out."""
+        for part, said in (("message", messages), ("tool", tools), ("template variable", args)):
+            data = json.dumps(said, ensure_ascii=False, default=str)
+            for token in self.special:  # it could end its own turn
+                if token in data:
+                    raise ConfigError(f"a {part} has the special token {token}: remove it")
         roles = tuple(message["role"] for message in messages)
         case = (*roles, str(args))
         if case in self.checked:

@@ -78,7 +78,10 @@ def encode_answer(tokenizer: Tokenizer, example: Example, room: float = math.inf
     """The tokens of the true answer; one to messages ends as a turn of the chat template does."""
     end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
     with refusing(f"{example.label}, the answer"):
-        return [*_encode(tokenizer, example.answer, room), end]
+        ids = [*_encode(tokenizer, example.answer, room), end]
+        if len(ids) >= room:
+            raise ConfigError(f"{len(ids)} tokens do not fit into {room:,}, beside a prompt")
+        return ids
 
 
 def _encode(tokenizer: Tokenizer, text: str, room: float, *, special: bool = False) -> list[int]:

@@ -30,7 +30,7 @@ QUESTIONS = ("prompt", "question", "problem")  # keys of a question, the first t
 ANSWERS = ("answer", "completion", "solution")
 # keys of a message that chat templates write, besides calls of tools
 WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
-MOST_ROWS = 1_000_000  # of what does not say how many it has
+MOST_ROWS, MOST_CHARACTERS = 1_000_000, 1 << 30  # of what does not say how many rows it has
 Record = Mapping[str, Any]  # a row as it was given
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
@@ -63,12 +63,15 @@ def rows_of(name: str, data: Any) -> list[Record]:
     found = list[Record]()
     # what answers to any number, such as torch's Dataset, goes on after its length
     length = len(rows) if hasattr(rows, "__len__") else None
+    num_characters = 0
     for row in islice(rows, length):
         if not isinstance(row, Mapping):
             raise refusal
-        if length is None and len(found) == MOST_ROWS:
-            said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
-            raise ConfigError(f"{name}: over {MOST_ROWS:,} rows, {said}")
+        if length is None:
+            num_characters += len(str(row))
+            if len(found) == MOST_ROWS or num_characters > MOST_CHARACTERS:
+                said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
+                raise ConfigError(f"{name}: over {len(found):,} rows, {said}")
         found.append(dict(row))
     return found
 

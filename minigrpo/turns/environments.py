@@ -90,8 +90,13 @@ def tool_names(environment: Any) -> list[str]:
     """The methods of an environment, or of its class, that the model may call."""
     if is_game(environment):
         return []
-    members = inspect.getmembers(class_of(environment), inspect.isfunction)
+    members = inspect.getmembers(class_of(environment), is_method)
     return [name for name, _ in members if name[0] != "_" and name not in NOT_TOOLS]
+
+
+def is_method(member: Any) -> bool:
+    """Whether a member of a class is a method, perhaps with a cache, or a class method."""
+    return inspect.ismethod(member) or inspect.isfunction(inspect.unwrap(member))
 
 
 @dataclass(frozen=True)
@@ -258,6 +263,8 @@ class TurnTask(ChangedTask):
         environment, (_, said, error) = tried(kind.make, kind.timeout_s, about, begin)
         if error:
             raise RunFailed(f"{about}: {failure(error)}") from error
+        if environment is kind.shown:
+            raise ConfigError(f"{about}: is the same as before; each completion needs its own")
         messages = extended(example.messages, said) if example.messages else []
         if not messages:
             example = replace(example, prompt=example.prompt + said)
@@ -287,6 +294,8 @@ class TurnTask(ChangedTask):
         for kind in self.environments.kinds.values():
             about = f"environment {kind.name}"
             outcome = tried(kind.make, kind.timeout_s, about, look_at)[1]
+            if isinstance(outcome.error, ConfigError):  # of a method that is no tool
+                raise outcome.error
             if outcome.error:
                 raise RunFailed(f"{about}: {failure(outcome.error)}") from outcome.error
             described[kind.name] = outcome.result

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
 from ..errors import ConfigError, refusing, text_of
 from ..model.chat import Message
@@ -67,6 +67,8 @@ class Tool:
         for each in parameters:
             if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL):
                 raise TypeError(f"a model gives arguments by name, and {each} has none")
+        if inspect.isgeneratorfunction(self.written) or inspect.isasyncgenfunction(self.written):
+            raise TypeError("a tool returns its result, and this one yields")
         hints = get_type_hints(self.written, include_extras=True)
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {x.name: hints[x.name] for x in parameters if x.name in hints}
@@ -79,7 +81,11 @@ class Tool:
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
-            whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+            try:
+                whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+            except PydanticUserError as error:  # whose further sentences are about pydantic
+                reason = error.message.partition(". ")[0]
+                raise TypeError(f"an argument has a type that JSON lacks: {reason}") from None
         for name, argument in whole["properties"].items():
             argument.pop("title", None)
             if name in described:
