@@ -8,6 +8,7 @@ return no number: it has failed, and the completion counts as the worst of its g
 import copy
 import inspect
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,6 +253,7 @@ class RewardScorer:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
         self.num_failures = 0  # of all scores so far
+        self.began = math.inf  # when code of others was first called in this step
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
@@ -281,6 +283,7 @@ class RewardScorer:
             completions: those of these texts; only functions of tokens need them.
             temperature: that of the samples.
         """
+        self.began = min(self.began, time.monotonic())
         batch = TextBatch(examples, texts)
         scores: dict[str, Scores] = {}
 
