@@ -66,6 +66,7 @@ class RewardFunction:
         with refusing(f"reward {self.name}: timeout_s {self.timeout_s!r}"):
             if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
                 raise ValueError("must be a number of seconds above 0")
+        check_weight(name, self.weight)
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
         if self.process and (
             not is_found or self.is_async or self.function.__module__ == "__main__"
@@ -131,6 +132,13 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return partial(RewardFunction, **options)
     return RewardFunction(function, **options)
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Raise ConfigError unless a weight is a finite number."""
+    with refusing(f"reward {name}: weight {weight!r}"):
+        if not math.isfinite(weight):
+            raise ValueError("must be a finite number")
 
 
 def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
@@ -265,9 +273,7 @@ class RewardScorer:
                 said = f"must be once in {', '.join(self.names)}, a word, and none of {RESERVED}"
                 raise ConfigError(f"reward {name}: {said}")
         for name, weight in self.weights.items():
-            with refusing(f"reward {name}: weight {weight!r}"):
-                if not math.isfinite(weight):
-                    raise ValueError("must be a finite number")
+            check_weight(name, weight)
 
     @torch.no_grad()
     def score(
