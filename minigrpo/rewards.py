@@ -8,6 +8,7 @@ return no number: it has failed, and the completion counts as the worst of its g
 import copy
 import inspect
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class RewardFunction:
         with refusing(f"reward {self.name}: timeout_s {self.timeout_s!r}"):
             if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
                 raise ValueError("must be a number of seconds above 0")
+        check_weight(name, self.weight)
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
         if self.process and (
             not is_found or self.is_async or self.function.__module__ == "__main__"
@@ -130,6 +132,13 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if function is None:
         return partial(RewardFunction, **options)
     return RewardFunction(function, **options)
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Raise ConfigError unless a weight is a finite number."""
+    with refusing(f"reward {name}: weight {weight!r}"):
+        if not math.isfinite(weight):
+            raise ValueError("must be a finite number")
 
 
 def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
@@ -252,6 +261,7 @@ class RewardScorer:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
         self.num_failures = 0  # of all scores so far
+        self.began = math.inf  # when code of others was first called in this step
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
@@ -263,9 +273,7 @@ class RewardScorer:
                 said = f"needs a word as its name, which one reward has, and not {RESERVED}"
                 raise ConfigError(f"reward {name}: {said}; there are: {', '.join(self.names)}")
         for name, weight in self.weights.items():
-            with refusing(f"reward {name}: weight {weight!r}"):
-                if not math.isfinite(weight):
-                    raise ValueError("must be a finite number")
+            check_weight(name, weight)
 
     @torch.no_grad()
     def score(
@@ -281,6 +289,7 @@ class RewardScorer:
             completions: those of these texts; only functions of tokens need them.
             temperature: that of the samples.
         """
+        self.began = min(self.began, time.monotonic())
         batch = TextBatch(examples, texts)
         scores: dict[str, Scores] = {}
 

@@ -6,6 +6,7 @@ Batches come from rollout.py, losses.py defines the losses, and learner.py turns
 weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and logs in run/.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -202,6 +203,8 @@ class Trainer:
         step = self.step
         start = time.perf_counter()
         num_failures = self.scorer.num_failures
+        # environments are called from the start, rewards later
+        self.scorer.began = time.monotonic() if self.parts.environments else math.inf
         batch = self.source.batch(step)
         self._refuse_cut_off(self.scorer.num_failures > num_failures)
         with self.timer.phase("update"):
@@ -217,13 +220,17 @@ class Trainer:
         return metrics
 
     def _refuse_cut_off(self, has_failed: bool) -> None:
-        """Raise Stopped, in all processes, if a reward of this step failed and a stop is asked.
+        """Raise Stopped, in all processes, if a stop was asked while code of others was called.
 
-        The signal may have ended what the reward had started. A resume makes the step again.
+        The signal may have ended what that had started, such as a program that it tests, and a
+        reward may take this for a wrong answer. A resume makes the step again.
         """
-        is_cut_off = has_failed and self.stop_request.reason != ""
-        if self.dist.max(torch.tensor(int(is_cut_off))):
-            self.console.warn(f"step {self.step + 1}: given up, because a reward failed meanwhile")
+        request = self.stop_request
+        is_cut_off = request.reason and (has_failed or request.asked_at > self.scorer.began)
+        if self.dist.max(torch.tensor(int(bool(is_cut_off)))):
+            self.console.warn(
+                f"step {self.step + 1}: given up, it was asked to stop in its rewards"
+            )
             raise Stopped
 
     def _evaluate(self) -> None:

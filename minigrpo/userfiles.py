@@ -48,6 +48,8 @@ class UserFileFinder:
 sys.meta_path.append(UserFileFinder())
 # (a file, the id of a module's spec) -> that spec, and the sha256 of the file
 _read: dict[tuple[str, int], tuple[object, str]] = {}
+# files that only worker processes have read, and the sha256 that the first of them found
+_read_elsewhere: dict[str, str] = {}
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -75,6 +77,7 @@ def load_file(path: str | Path) -> ModuleType:
 def files_read() -> dict[str, str]:
     """The files of the users' modules that are loaded, and the sha256 of each as it was then.
 
+    Those that worker processes have loaded are among them: see `changed_files`.
     The script that was started is left out: it changes for a resume, and functions in it are
     compared by their code.
     """
@@ -86,7 +89,7 @@ def files_read() -> dict[str, str]:
         spec = said.get("__spec__")  # a new one if it is loaded again, as in a notebook
         if (file, id(spec)) not in _read:
             _read[file, id(spec)] = spec, sha256_of(file)
-    return {file: digest for (file, _), (_, digest) in _read.items()}
+    return _read_elsewhere | {file: digest for (file, _), (_, digest) in _read.copy().items()}
 
 
 def script_read() -> dict[str, str]:
@@ -101,9 +104,17 @@ def files_now() -> dict[str, str]:
 
 
 def changed_files(others: Mapping[str, str]) -> list[str]:
-    """Which files are not as they were read here; `others`: read now, or by another process."""
-    here = files_read()
-    return [file for file, digest in others.items() if here.get(file, digest) != digest]
+    """Which files are not as they were read; `others`: read now, or by another process.
+
+    Files that are new here are taken down, and compared from then on.
+    """
+    known = files_read()
+    changed = []
+    for file, digest in others.items():
+        first = known.get(file) or _read_elsewhere.setdefault(file, digest)
+        if first != digest:
+            changed.append(file)
+    return changed
 
 
 def sha256_of(file: str | Path) -> str:

@@ -138,6 +138,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path) -> None:
     said = list[str]()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "tensorboard").write_text("a file in the way")
+    log_of(tmp_path / "b", said=said).step(1, {"loss": 1.0})
     log = log_of(tmp_path, said=said)
     log.step(1, {"loss": 1.0})
     with files_of_at_most(60):
@@ -150,7 +153,7 @@ def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path)
     for step in (9, 10):
         log.step(step, {"loss": 1.0})
     log.close()
-    assert len(said) == 2  # of TensorBoard, and of the files
+    assert len(said) == 3  # of TensorBoard twice, and of the files
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9, 10]
 
 

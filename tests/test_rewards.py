@@ -176,13 +176,10 @@ def test_names_and_weights_that_cannot_be_are_refused() -> None:
     task = Lengths()
     for weight in (math.nan, math.inf, -math.inf, "1", None):
         task.parts = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
-        settings: list[dict[str, Any]] = [
-            {"weights": {"length": weight}},
-            {"functions": [reward(lambda example, text: 1.0, weight=weight)]},
-        ]
-        for options in settings:
-            with pytest.raises(ConfigError):
-                RewardScorer(Lengths(), **options)
+        with pytest.raises(ConfigError):
+            RewardScorer(Lengths(), weights={"length": weight})
+        with pytest.raises(ConfigError):
+            reward(lambda example, text: 1.0, weight=weight)
         with pytest.raises(ConfigError):
             RewardScorer(task)
     task = Lengths()

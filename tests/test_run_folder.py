@@ -567,18 +567,25 @@ def test_a_model_with_other_weights_is_refused_also_if_it_is_asked_later(tmp_pat
 def test_code_that_has_changed_is_named_and_used_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file beside the users' too; `_read` is that of a new process."""
+    """A file beside the users' too, and one that was imported later; `_read` is of a process."""
     files = [tmp_path / "uses_the_helper.py", tmp_path / "helper_of_a_run.py"]
+    later = tmp_path / "imported_later.py"
+    later.write_text("LIMIT = 3\n")
     files[0].write_text("from helper_of_a_run import LIMIT\n")
     files[1].write_text("LIMIT = 3\n")
+    monkeypatch.setattr(userfiles, "_read", {})  # without files of other tests
+    monkeypatch.setattr(userfiles, "_read_elsewhere", {})
     load_file(files[0])
-    run = Run(tmp_path / "run").start(code={"code of rewards": "a"}).train().save()
-    run.die()
+    run = Run(tmp_path / "run").start(code={"code of rewards": "a"})
+    userfiles.changed_files({str(later): userfiles.sha256_of(later)})  # a worker has read it
+    run.train().save().die()
+    monkeypatch.setattr(userfiles, "_read_elsewhere", {})
+    later.write_text("LIMIT = 4\n")
     files[1].write_text("LIMIT = 4\n")
     for code, process, named in (
-        ("a", userfiles._read, []),
-        ("b", userfiles._read, ["code of rewards"]),
-        ("b", {}, [str(files[1]), "code of rewards"]),
+        ("a", userfiles._read, [str(later)]),
+        ("b", userfiles._read, [str(later), "code of rewards"]),
+        ("b", {}, [str(later), str(files[1]), "code of rewards"]),
     ):
         monkeypatch.setattr(userfiles, "_read", process)
         again = Run(tmp_path / "run").start(code={"code of rewards": code})

@@ -365,6 +365,10 @@ def test_a_program_cannot_change_what_it_is_compared_with() -> None:
     code = "import builtins\nbuiltins.set = builtins.float = lambda *a: 7\ndef f(x): return 7"
     tests = ["assert f(1) == set([1])", "assert f(1) == float('inf')", "assert f(1) != 7"]
     assert run_tests(code, [*tests, "assert f(1) == 7"]) == [False, False, False, True]
+    # nor find it: its process has never had it
+    code = "import sys\ndef f(): return getattr(sys, 'expected', 6)"
+    test = "assert f() == (setattr(__import__('sys'), 'expected', 5) or 5)"
+    assert run_tests(code, [test]) == [False]
 
 
 def test_what_a_test_prints_is_no_verdict() -> None:

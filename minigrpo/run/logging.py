@@ -92,8 +92,11 @@ class RunLog:
                     {key: math.nan if value is None else value for key, value in line.items()}
                     for line in kept
                 ]
-        board = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        self.charts = {"tensorboard": board, **trackers}
+        self.charts = dict(trackers)
+        try:
+            self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
+        except Exception as error:  # a full disk, or a file in the way
+            self.warn(f"tensorboard failed, training continues without it ({error})")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write(METRICS, step, [metrics])

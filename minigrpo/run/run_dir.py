@@ -32,7 +32,7 @@ from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
 from ..runtime.optimizer import learning_rate_at
 from ..types import ConfigError, Warn
-from ..userfiles import files_read
+from ..userfiles import files_read, sha256_of
 from .checkpoint import (
     CHECKPOINTS,
     State,
@@ -101,7 +101,6 @@ class RunDir:
         self.identity = {
             **self.record.flat(),
             **self.machine,
-            **self.contents,
             **self.facts,
             "checksums": self.checksums,  # those of a reward's models come later
         }
@@ -179,8 +178,9 @@ class RunDir:
                 rate = learning_rate_at(step, self.config)
                 effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
             said.append(f"{change}: {effect}")
-        for name, now in self.contents.items():
-            if then.get(name, now) != now:
+        for name, before in then["contents"].items():
+            now = self.contents.get(name) or sha256_of(name)  # users' code may import it later
+            if now and now != before:
                 said.append(f"--resume: {name} has changed since: it is used as it is now")
         for name, before in then["checksums"].items():
             if self.checksums.setdefault(name, before) != before:
@@ -225,7 +225,9 @@ class RunDir:
         """Write a checkpoint, unless its step has one."""
         if self.dist.is_main and self.saved_step != state["step"]:
             with self._writing(f"step {state['step']}", required=required):
-                whole = state | {"run": self.identity}
+                # users' code may have imported more since the run began
+                contents = files_read() | self.contents
+                whole = state | {"run": {**self.identity, "contents": contents}}
                 save_checkpoint(self.checkpoints, whole, keep_last=self.config.run.keep_last)
                 self.saved_step = state["step"]
 

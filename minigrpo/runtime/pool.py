@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache, partial
@@ -187,7 +187,9 @@ class WorkerProcesses:
             while not pipe.poll(max(0.0, min(1.0, deadline - running_seconds()))):
                 if running_seconds() >= deadline:
                     raise TimeoutError(LATE)
-            answer, error = pipe.recv()  # EOFError: it has ended
+            result, error, read_anew = pipe.recv()  # EOFError: it has ended
+            answer = pickle.loads(result)
+            refuse_changes(read_anew)
         except BaseException:
             process.kill()
             process.wait()
@@ -208,17 +210,23 @@ class WorkerProcesses:
         pipe.send((sys.path, self.module, self.name))
         try:
             read_anew = pipe.recv()  # it is ready
+            refuse_changes(read_anew)
         except EOFError:  # it has ended: perhaps a file is no longer whole
-            read_anew = files_now()
-            if not changed_files(read_anew):
-                raise
-        changed = changed_files(read_anew)
-        if changed:
+            refuse_changes(files_now())
+            raise
+        except RunFailed:
             process.kill()
             process.wait()
-            said = "has changed since the run began: restore it, or resume with it as it is"
-            raise RunFailed(f"{', '.join(changed)} {said}")
+            raise
         return process, pipe
+
+
+def refuse_changes(read: Mapping[str, str]) -> None:
+    """Raise RunFailed if users' files are not as they were when the run first read them."""
+    changed = changed_files(read)
+    if changed:
+        said = "has changed since the run began: restore it, or resume with it as it is"
+        raise RunFailed(f"{', '.join(changed)} {said}")
 
 
 def serve(file: int) -> None:
@@ -234,17 +242,21 @@ def serve(file: int) -> None:
     function = attrgetter(name)(import_module(module))
     fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
     pipe.send(files_read())
-    with suppress(EOFError):  # the run has ended
+    num_modules = len(sys.modules)
+    with suppress(EOFError, OSError):  # the run has ended
         while True:
             arguments = pipe.recv()
             # if the run ends meanwhile, SIGIO ends this process, whoever holds Python's lock
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_ASYNC)
             try:
-                answer = pickle.dumps((function(*arguments), ""))
+                result, said = pickle.dumps(function(*arguments)), ""
             except BaseException as error:  # perhaps the answer cannot be pickled
-                answer = pickle.dumps((None, text_of(error)))
+                result, said = pickle.dumps(None), text_of(error)
+            # the function may import more when it is called
+            read = files_read() if len(sys.modules) != num_modules else {}
+            num_modules = len(sys.modules)
             fcntl.fcntl(file, fcntl.F_SETFL, 0)
-            pipe.send_bytes(answer)
+            pipe.send((result, said, read))
 
 
 def handle_stop_signals(action: Any) -> None:

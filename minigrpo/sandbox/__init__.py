@@ -1,9 +1,10 @@
 """Runs code that a model wrote, and says which of its tests pass.
 
-**Who decides.** Of `assert f(2) == 5` the process of a program evaluates the right side before it
-loads the program, and `f(2)` after that; the trainer compares the two. So only the right value
-passes, whatever is printed or patched, and only a plain one: Fraction(3) is not 3 here. A test of
-another form, or whose right side is no plain value, runs in the program's process and trusts it.
+**Who decides.** Of `assert f(2) == 5` the process of a program evaluates `f(2)`, and the trainer
+compares that with the right side: a literal, or else what a process without the program evaluates.
+So only the right value passes, whatever is printed, patched or read from memory, and only a plain
+one: Fraction(3) is not 3 here. A test of another form, or whose right side is no plain value, runs
+in the program's process and trusts it.
 
 **What is held.** Each program has a process and a session of its own, an empty environment, and
 limits on time, memory and open files. It may start threads but no process, send no signal, open no
