@@ -41,7 +41,6 @@ from . import tiny
 from .steps import EOS, make_completions
 from .test_sampling import generate
 from .test_tokenizer import SWALLOWS
-from .test_tools import call as run_command
 from .tiny import TINY, tiny_chat_model
 
 LENGTH, SAMPLES, PROMPTS = 24, 4, 5
@@ -225,15 +224,14 @@ HIDDEN = ("</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
 @pytest.mark.parametrize("thought", ["", "<think>{call}</think>", "{call} or not</think>\n"])
 def test_nothing_in_a_call_ends_it_or_is_a_thought(note: str, thought: str) -> None:
     """The second thought was begun by the prompt, and both have a draft of a call."""
-    entry = {"name": "pay", "arguments": {"note": note}}
-    as_llama = {"name": "pay", "parameters": {"note": note}}
-    qwen = f"<tool_call>\n{json.dumps(entry)}\n</tool_call>"
-    mistral = f"[TOOL_CALLS] {json.dumps([entry])}"
+    qwen = call("pay", note=note)
+    llama = json.dumps({"name": "pay", "parameters": {"note": note}})
+    mistral = f"[TOOL_CALLS] {json.dumps([{'name': 'pay', 'arguments': {'note': note}}])}"
     expected = ("pay", {"note": note})
     draft = thought.format(call=qwen)
     assert calls_of(f"{draft}{qwen}{qwen}", QWEN) == [expected] * 2
     assert calls_of(f"{draft}{qwen}") == [expected]
-    assert calls_of(f"{draft}{json.dumps(as_llama)}", LLAMA) == [expected]
+    assert calls_of(f"{draft}{llama}", LLAMA) == [expected]
     if "{call} or" not in thought:  # Mistral's last call is whatever follows
         assert calls_of(f"{draft}{mistral}", MISTRAL) == [expected]
 
@@ -282,9 +280,13 @@ def test_a_template_whose_own_call_is_not_read_is_refused(
         template = tiny.published_template(template)
     tokenizer = load_tokenizer(str(tiny.tiny_tokenizer_folder(tmp_path, family, template=template)))
     for kind in (Game, Quiz) if family == "qwen" else (Game,):  # without tools
-        Dialogues(minigrpo.Config.of(), EnvironmentSet.of(kind), tokenizer, print)
+        dialogues_of(EnvironmentSet.of(kind), tokenizer)
     with nullcontext() if is_read else pytest.raises(ConfigError):
-        Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Shop), tokenizer, print)
+        dialogues_of(EnvironmentSet.of(Shop), tokenizer)
+
+
+def dialogues_of(world: EnvironmentSet, tokenizer: Any, **settings: Any) -> Dialogues:
+    return Dialogues(minigrpo.Config.of(**settings), world, tokenizer, print)
 
 
 def replies(dialogues: Dialogues, *turns: list[int]) -> list[list[int]]:
@@ -301,8 +303,7 @@ def replies(dialogues: Dialogues, *turns: list[int]) -> list[list[int]]:
 def test_a_dialogue_goes_on_after_a_call_in_the_form_of_its_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tiny.tiny_tokenizer_folder(tmp_path)))
     world = EnvironmentSet.of(None, [weather])
-    config = minigrpo.Config.of(max_new_tokens=400)
-    dialogues = Dialogues(config, world, tokenizer, print)
+    dialogues = dialogues_of(world, tokenizer, max_new_tokens=400)
     as_llama = json.dumps({"name": "weather", "parameters": {"city": "Bonn"}})
     turns = [call("weather", city="</think>"), as_llama, '{"name": "Bob"}', call("none")]
     dialogues.begin([Example("a")], len(turns))
@@ -319,9 +320,7 @@ def test_the_tokens_of_a_dialogue_are_those_of_its_whole_text(
     """The first turn ends by its own token, by another one that ends texts, and by a stop text."""
     folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), **flags)
     tokenizer = load_tokenizer(str(folder))
-    dialogues = Dialogues(
-        minigrpo.Config.of(max_new_tokens=99), EnvironmentSet.of(Game), tokenizer, print
-    )
+    dialogues = dialogues_of(EnvironmentSet.of(Game), tokenizer, max_new_tokens=99)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
     example = Example("", messages=messages[:1])
     dialogues.begin([example], 3)
@@ -348,7 +347,7 @@ def test_the_tokens_of_a_dialogue_are_those_of_its_whole_text(
 def test_variables_of_a_row_reach_the_turns_that_follow(tmp_path: Path) -> None:
     tiny.tiny_tokenizer_folder(tmp_path, template=tiny.QWEN_TEMPLATE + "{{ mood }}")
     tokenizer = load_tokenizer(str(tmp_path), chat_args={"mood": "glad"})
-    dialogues = Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Game), tokenizer, print)
+    dialogues = dialogues_of(EnvironmentSet.of(Game), tokenizer)
     own = {"chat_template_kwargs": {"mood": "sad"}}
     dialogues.begin([Example("a"), Example("b", fields=own)], 1)
     said = tokenizer.encode("x")
@@ -464,7 +463,7 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: tuple[Any, ..
     assert episode.messages[-1] == {"role": "user", "content": "step 2"}
     episode.turns, episode.error = ["a", "b"], "gone"
     assert math.isnan(episode.dialogue().rewards["Game"])
-    answers = Dialogues(minigrpo.Config.of(), world, load_tokenizer("chess"), print)
+    answers = dialogues_of(world, load_tokenizer("chess"))
     assert answers.encode(json.dumps([{"role": "user", "content": ""}]))  # else the game would end
 
 
@@ -490,17 +489,6 @@ def search(word: str) -> str:
     return "a song"
 
 
-def same_name(of: object) -> Any:
-    """Another function or class of the same name."""
-    if isinstance(of, type):
-        return type(of.__name__, (of,), {})
-
-    def search(word: str) -> str:
-        return "a book"
-
-    return search
-
-
 class Library(Quiz):
     def search(self, word: str) -> str:
         return "a shelf"
@@ -510,29 +498,13 @@ class Library(Quiz):
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("environment", "tools"),
-    [
-        (None, [search, same_name(search)]),
-        (Library, [search]),
-        ({"a": Game, "b": Library}, [search]),
-        ({"a": Game, "b": same_name(Game)}, []),
-    ],
-)
-def test_two_things_of_one_name_are_refused(environment: Any, tools: list[Any]) -> None:
-    with pytest.raises(ConfigError):
-        EnvironmentSet.of(environment, tools)
-
-
-def test_one_thing_may_have_two_names_or_be_given_twice() -> None:
+def test_one_thing_may_have_two_names_or_be_given_twice(tmp_path: Path) -> None:
     assert list(EnvironmentSet.of({"a": Game, "b": Game}).parts) == ["Game"]
     assert list(EnvironmentSet.of(None, [search, search]).tools) == ["search"]
     assert list(EnvironmentSet.of(None, search).tools) == ["search"]
     assert list(EnvironmentSet.of({"a": Library, "b": Game}).kinds) == ["a", "b"]
     assert list(EnvironmentSet.of(Library).tools_of(Library())) == ["search"]
-
-
-def test_classes_of_one_name_in_two_files_are_refused(tmp_path: Path) -> None:
+    # classes of one name in two files are two
     files = [tmp_path / "one.py", tmp_path / "two.py"]
     for file in files:
         file.write_text("class Walk:\n    def reset(self): ...\n")
@@ -572,15 +544,11 @@ class Sized:
         Sized.closed += 1
 
 
-def two_turns() -> Sized:
-    return Sized(2)
-
-
 async def later() -> Sized:
     return Sized(2)
 
 
-@pytest.mark.parametrize("make", [two_turns, lambda: Sized(2), partial(Sized, size=2), later])
+@pytest.mark.parametrize("make", [lambda: Sized(2), partial(Sized, size=2), later])
 def test_a_callable_makes_environments(make: Callable[[], Any]) -> None:
     """One is made at the start, to see what it has, and is closed at once."""
     before = Sized.closed
@@ -590,20 +558,10 @@ def test_a_callable_makes_environments(make: Callable[[], Any]) -> None:
     episode = Episode(world, Example(""))
     assert episode.answer("a") and not episode.over
     assert episode.answer("b") and episode.over and episode.score() == 7
-    with pytest.raises(ConfigError):  # one object cannot serve many completions
-        EnvironmentSet.of(Sized())
 
 
 def with_timeout(timeout_s: Any) -> type[Quiz]:
     return type("Timed", (Quiz,), {"timeout_s": timeout_s})
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1.0, "10", math.nan, math.inf, None])
-def test_a_deadline_is_a_positive_number(timeout_s: Any) -> None:
-    for given in (with_timeout(timeout_s), lambda: with_timeout(timeout_s)()):
-        with pytest.raises(ConfigError):
-            EnvironmentSet.of(given)
-    assert EnvironmentSet.of(with_timeout(3)).kinds["Timed"].timeout_s == 3
 
 
 def hangs() -> None:
@@ -611,12 +569,6 @@ def hangs() -> None:
 
 
 hangs.timeout_s = 0.1  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("make", [hangs, sys.exit, lambda x: x, Mock(spec=[])])
-def test_what_makes_no_environment_is_refused(make: Any) -> None:
-    with pytest.raises(ConfigError):
-        EnvironmentSet.of(make)
 
 
 class Called:
@@ -659,16 +611,30 @@ def of_unknown(word: Called) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        *(Called, partial(search, "a", "b"), lambda word: word, len),
-        *(of_places, of_many, of_unknown, Tool("search", search).schema),
-    ],
-)
-def test_what_a_model_cannot_call_is_refused_as_a_tool(tool: Any) -> None:
+NO_TIMES = [0, -1.0, "10", math.nan, math.inf, None]
+UNCALLABLE = [Called, partial(search, "a", "b"), lambda word: word, len]
+UNCALLABLE += [of_places, of_many, of_unknown, Tool("search", search).schema]
+REFUSED: list[tuple[Any, list[Any]]] = [
+    # two things of one name
+    (None, [search, Library().search]),
+    (Library, [search]),
+    ({"a": Game, "b": Library}, [search]),
+    ({"a": Game, "b": type("Game", (Game,), {})}, []),
+    # what makes no environment; one object cannot serve many completions
+    *((make, []) for make in (hangs, sys.exit, lambda x: x, Mock(spec=[]), Sized())),
+    # a deadline is a positive number
+    *((with_timeout(timeout_s), []) for timeout_s in NO_TIMES),
+    *((partial(with_timeout(timeout_s)), []) for timeout_s in NO_TIMES),
+    # what a model cannot call
+    *((None, [tool]) for tool in UNCALLABLE),
+]
+
+
+@pytest.mark.parametrize(("environment", "tools"), REFUSED)
+def test_what_is_no_environment_or_tool_is_refused(environment: Any, tools: list[Any]) -> None:
     with pytest.raises(ConfigError):
-        EnvironmentSet.of(None, [tool])
+        EnvironmentSet.of(environment, tools)
+    assert EnvironmentSet.of(with_timeout(3)).kinds["Timed"].timeout_s == 3
 
 
 def test_a_method_that_a_model_cannot_call_is_refused() -> None:
@@ -785,12 +751,9 @@ def test_a_model_reads_what_is_wrong_with_a_call() -> None:
 
 def test_failed_calls_are_counted() -> None:
     world = EnvironmentSet.of(None, [weather, leaves])
-    episode = Episode(world, Example("", tools=()))
-    episode.turns.append("")
-    calls = [("weather", {"city": "Bonn"}), ("weather", {}), ("leaves", {}), ("nothing", {})]
-    for name, arguments in calls:
-        call = json.dumps({"name": name, "arguments": arguments})
-        episode.answer(f"<tool_call>{call}</tool_call>")
+    calls = call("weather", city="Bonn"), call("weather"), call("leaves"), call("nothing")
+    episode = played(world, Example("", tools=()), *calls)
+    episode.turns += calls
     dialogue = episode.dialogue()
     assert list(dialogue.failed_calls) == [False, True, True, True]
     values = dialogue_metrics([[dialogue]])
@@ -940,20 +903,6 @@ def test_a_stop_text_ends_a_turn(folder: Path, tmp_path: Path) -> None:
     assert len(stopped) > len(free)
 
 
-def test_memory_that_runs_out_begins_dialogues_again(folder: Path, tmp_path: Path) -> None:
-    """A batch that is halved has the tokens and rewards of a whole one."""
-    plain = trained(folder, tmp_path / "a", max_steps=1).trainer
-    cut = trained(folder, tmp_path / "b", max_steps=1).trainer
-    effects = chain([DEFAULT, torch.OutOfMemoryError], repeat(DEFAULT))
-    replies = Mock(wraps=cut.sampler.dialogues.replies, side_effect=effects)
-    cut.sampler.dialogues.replies = replies
-    examples = [plain.task.train(i) for i in range(4)]
-    one, two = (trainer.source.roll_out(examples, 5) for trainer in (plain, cut))
-    assert replies.call_count > 2
-    assert one.texts == two.texts and np.array_equal(one.rewards.total, two.rewards.total)
-    assert torch.equal(one.completions.completion_mask, two.completions.completion_mask)
-
-
 class Slow:
     """Hangs after some turns."""
 
@@ -1005,7 +954,7 @@ class Held(Echo):
 
     def get_reward(self) -> float:
         self.done.append("reward")
-        return 1.0
+        return float(self.seed % 10)
 
     def close(self) -> None:
         self.done.append("close")
@@ -1026,15 +975,23 @@ def test_every_environment_is_closed_once_after_its_reward(folder: Path, tmp_pat
 def test_what_ends_a_batch_closes_its_environments(
     error: type[BaseException], folder: Path, tmp_path: Path
 ) -> None:
+    """A batch that is halved for want of memory has the tokens and rewards of a whole one."""
     run = trained(folder, tmp_path, environment=Held, max_steps=1).trainer
     examples = [run.task.train(i) for i in range(4)]
+    whole = run.source.roll_out(examples, 5)
     Held.made.clear()
-    dialogues = run.sampler.dialogues
     effects = chain(repeat(DEFAULT, 20), [error], repeat(DEFAULT))
-    dialogues.replies = Mock(wraps=dialogues.replies, side_effect=effects)
-    with nullcontext() if error is torch.OutOfMemoryError else pytest.raises(error):
-        run.source.roll_out(examples, 5)
+    replies = Mock(wraps=run.sampler.dialogues.replies, side_effect=effects)
+    run.sampler.dialogues.replies = replies
+    is_halved = error is torch.OutOfMemoryError
+    with nullcontext() if is_halved else pytest.raises(error):
+        cut = run.source.roll_out(examples, 5)
     assert Held.made and all(environment.done.count("close") == 1 for environment in Held.made)
+    if is_halved:
+        assert replies.call_count > 21 and whole.texts == cut.texts
+        assert np.array_equal(whole.rewards.total, cut.rewards.total)
+        masks = (batch.completions.completion_mask for batch in (whole, cut))
+        assert torch.equal(*masks)
 
 
 class Stuck:
@@ -1066,8 +1023,7 @@ def test_closing_ends_what_hangs(slow_to_make: bool, monkeypatch: pytest.MonkeyP
     """An environment that is made too late is closed by the thread that made it."""
     monkeypatch.setattr(Stuck, "slow_to_make", slow_to_make)
     Stuck.made.clear()
-    tokenizer = load_tokenizer("chess")
-    dialogues = Dialogues(minigrpo.Config.of(), EnvironmentSet.of(Stuck), tokenizer, print)
+    dialogues = dialogues_of(EnvironmentSet.of(Stuck), load_tokenizer("chess"))
     dialogues.begin([Example("")], 2)
     episodes = dialogues.episodes
     for sequence in (0, 1):
@@ -1114,19 +1070,6 @@ def test_a_prompt_that_cannot_be_made_ends_the_run_which_can_go_on(
         trained(folder, tmp_path, resume="auto", **given)
     monkeypatch.setattr(Unsure, "broken", "")
     assert trained(folder, tmp_path, resume="auto", **given).summary["step"] == 6
-
-
-def test_a_command_whose_environment_exits_ends_with_1(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "walk.py"
-    file.write_text(
-        "import sys\n"
-        "class Walk:\n"
-        "    def reset(self): sys.exit(0)\n"
-        "    def step(self, text): return '', 1.0, True\n"
-    )
-    words = f"train --environment {file}:Walk --model {folder} --out-dir {tmp_path}/run --max-steps"
-    words += " 1 --prompts-per-step 2 --group-size 2 --max-new-tokens 8 --eval-size 2"
-    assert run_command(*words.split()) == 1
 
 
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
