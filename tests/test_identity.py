@@ -38,14 +38,14 @@ class Rubric:
 
 
 def within_itself(end: str) -> list[Any]:
-    found: list[Any] = [end]
+    found = [end]
     found.append({"again": found})
     return found
 
 
 def values() -> list[Any]:
     """Values that differ from one another, made anew."""
-    found: list[Any] = ["a", "b", 1, 1.5, True, None, b"a", 1 + 2j, COLOURS.RED, COLOURS.GREEN]
+    found = ["a", "b", 1, 1.5, True, None, b"a", 1 + 2j, COLOURS.RED, COLOURS.GREEN]
     found += [date(2020, 1, 1), Decimal("1.50"), Path("a"), Counter("aab"), len, cache(max)]
     found += [[1, 2], [2, 1], [[1], 2], within_itself("a"), within_itself("b")]
     found += [{"a": 1}, {"b": 1}, {1: "a"}, {(1, 2): "a"}, {(1, 2): "b"}, {(1, 2): {3}}]
@@ -68,7 +68,7 @@ def test_values_have_one_digest_each_time_they_are_made_and_differ_from_others()
 
 
 def test_the_order_of_sets_and_keys_and_the_place_of_a_row_say_nothing() -> None:
-    first, second = set[int](), set[int]()
+    first, second = set(), set()
     for number in (8, 0, 16):
         first.add(number)
         second.add(16 - number)
@@ -128,9 +128,7 @@ def run(source: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("old", "new", "changed"), EDITS)
-def test_code_is_what_a_function_does_with_what_it_uses(
-    old: str, new: str, changed: set[str]
-) -> None:
+def test_code_is_what_functions_do_and_use(old: str, new: str, changed: set[str]) -> None:
     before, after = run(SCRIPT), run(SCRIPT.replace(old, new))
     assert {name for name in NAMES if digest(before[name]) != digest(after[name])} == changed
 
@@ -182,9 +180,7 @@ def test_a_checksum_sees_one_bit_and_not_where_weights_lie(dtype: torch.dtype) -
     others[2]["b"] = others[2]["b"].reshape(128, 4)
     others[3]["renamed"] = others[3].pop("c")
     assert len({found, *map(checksum, others)}) == 5
-
-
-def test_a_checksum_of_nf4_sees_a_code() -> None:
+    # and one code of NF4
     stored = to_nf4(torch.randn(8, 128))
     before = checksum({"w": stored})
     stored[3, 1, 5] += 1
