@@ -79,7 +79,7 @@ def completions(request: pytest.FixtureRequest) -> Completions:
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Slots, tokens per slot, and the spread of columns, of every round of a decoder."""
-    seen, step = list[tuple[int, int, int]](), Decoder.step
+    seen, step = [], Decoder.step
 
     def watched(self: Decoder, tokens: Tensor, columns: Tensor, *args: Any) -> Tensor:
         seen.append((*tokens.shape, int(columns.max() - columns.min())))

@@ -68,16 +68,16 @@ class EmulatedDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = Counter[str]()  # by operation, as if each were one kernel
-        self.uploads = Counter[str]()  # copies to the device, by place
-        self.reads = Counter[str]()  # waits of the host for the device, by operation and place
+        self.launches = Counter()  # by operation, as if each were one kernel
+        self.uploads = Counter()  # copies to the device, by place
+        self.reads = Counter()  # waits of the host for the device, by operation and place
 
     def totals(self) -> Counter[str]:
         kinds = "launches", "uploads", "reads"
         return Counter({kind: getattr(self, kind).total() for kind in kinds})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = list[Tensor]()
+        tensors = []
 
         def host_of(x: Tensor) -> Tensor:
             tensors.append(x)

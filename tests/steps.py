@@ -24,8 +24,8 @@ from .tiny import TINY, tiny_chess_model
 
 VOCAB = 12
 EOS = VOCAB - 1
-SIZES: dict[str, int] = {"vocab_size": VOCAB, "context": 40, "layers": 2, "width": 16}
-GEMMA3: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_width": 24, "tied": False}
+SIZES = {"vocab_size": VOCAB, "context": 40, "layers": 2, "width": 16}
+GEMMA3 = {"heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_width": 24, "tied": False}
 GEMMA3 |= {"rope_theta": 100.0, "local_rope_theta": 50.0, "attention_size": 8, "window": 5}
 GEMMA3 |= {"full_every": 2, "residual_multiplier": 0.7, "logits_divisor": 2.0}
 SHAPES = {

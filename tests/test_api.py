@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 import math
 import os
 import signal
@@ -39,11 +38,10 @@ from minigrpo.types import REWARD, ConfigError, Example
 
 from . import tiny
 from .test_tools import call
+from .tiny import ask, read_json, refused
 
-ROWS: list[dict[str, Any]] = [
-    {"prompt": [{"role": "user", "content": f"{i} + 1?"}], "solution": i + 1} for i in range(40)
-]
-SIZES: dict[str, Any] = {**tiny.TINY, "reward_weights": {}, "quiet": True}
+ROWS = [{"prompt": ask(f"{i}+1?"), "solution": i + 1} for i in range(40)]
+SIZES = {**tiny.TINY, "reward_weights": {}, "quiet": True}
 
 
 def digits(example: Example, text: str) -> float:
@@ -78,14 +76,14 @@ def test_a_run_returns_what_it_logged(run: Any) -> None:
     own = [f"rewards/{name}/mean" for name in ("digits", "solved")]
     first, second = (np.array(run.metrics[name]) for name in own)
     assert np.allclose(run.metrics["reward"], first + 0.5 * second)  # nothing else is paid
-    assert len(run.sample("3 + 1?", 2)) == 2
-    assert run.sample("3 + 1?") == run.sample([{"role": "user", "content": "3 + 1?"}])
+    assert len(run.sample("3+1?", 2)) == 2
+    assert run.sample("3+1?") == run.sample(ask("3+1?"))
     assert sum(x.numel() for x in run.model.state_dict().values())
 
 
 def test_a_reward_that_dies_ends_the_run_which_can_go_on(model: str, tmp_path: Path) -> None:
     """After the first step it fails three times on all completions; a step later it would not."""
-    steps = list[int]()
+    steps = []
     dead = True
 
     def judge(example: Example, text: str) -> float:
@@ -100,7 +98,7 @@ def test_a_reward_that_dies_ends_the_run_which_can_go_on(model: str, tmp_path: P
 
     with pytest.raises(RunFailed, match="judge.*gone"):
         train()
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert (summary["status"], summary["step"], steps) == ("failed", 4, [1, 2, 3])
     dead = False
     assert train(resume="auto").summary["step"] == 5
@@ -122,8 +120,7 @@ def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_pat
     (evaluation,) = read_jsonl(tmp_path / "a" / "eval.jsonl")
     (metrics,) = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert evaluation["reward"] is None and "reward" not in metrics
-    with pytest.raises(ConfigError):
-        minigrpo.train(**given, rewards=below, loss="maxrl", out_dir=tmp_path / "b")
+    refused(minigrpo.train, **given, rewards=below, loss="maxrl", out_dir=tmp_path / "b")
     assert not read_jsonl(tmp_path / "b" / "metrics.jsonl")
 
 
@@ -138,26 +135,24 @@ def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
 
 def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_path: Path) -> None:
     def go(data: Any = ROWS, rewards: Any = (digits, solved), **settings: Any) -> Any:
-        return minigrpo.train(
-            model=model, data=data, rewards=rewards, out_dir=tmp_path, **SIZES, **settings
-        )
+        given = {"model": model, "data": data, "rewards": rewards, "out_dir": tmp_path}
+        return minigrpo.train(**given, **SIZES, **settings)
 
     assert go(stop_after=2).summary["status"] == "stopped"
     heavier = minigrpo.reward(weight=5)(solved.function)
     for changed in ({"data": ROWS[1:]}, {"rewards": [digits]}, {"rewards": [digits, heavier]}):
-        with pytest.raises(ConfigError):
-            go(resume="auto", **changed)
+        refused(go, resume="auto", **changed)
     flags = ["--config", f"{tmp_path}/config.toml", "--out-dir", str(tmp_path), "--resume", "auto"]
     for command in (["train", *flags], ["evaluate", str(tmp_path)]):
         assert call(*command) == 2
     assert go(resume="auto").summary["step"] == 4
     assert weights(tmp_path) == weights(run.folder)
-    main(["sample", str(tmp_path), "--prompt", "3 + 1?", "--n", "1"])  # needs no objects
+    main(["sample", str(tmp_path), "--prompt", "3+1?", "--n", "1"])  # needs no objects
 
 
 def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: Path) -> None:
     model = minigrpo.Transformer.from_pretrained(tiny.tiny_chess_model(tmp_path / "model"))
-    seen: list[int] = []
+    seen = []
     sizes = {**SIZES, "reward_weights": {"similarity": 1.0}}
     for name, task in {"class": ChessEnv, "object": ChessEnv(0)}.items():
         run = minigrpo.train(
@@ -196,10 +191,8 @@ def test_task_auto(
 
 
 def test_rewards_of_another_form_are_refused() -> None:
-    with pytest.raises(ConfigError):
-        minigrpo.reward(lambda prompts, completions, **columns: [0.0])
-    with pytest.raises(ConfigError):
-        minigrpo.reward(tokens=True)(digits)
+    refused(minigrpo.reward, lambda prompts, completions, **columns: [0.0])
+    refused(minigrpo.reward(tokens=True), digits)
 
 
 def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any) -> Parts:
@@ -215,10 +208,8 @@ def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any)
 @pytest.mark.parametrize(
     ("row", "settings"),
     [
-        ({"prompt": "a" * 900}, {}),
-        ({"prompt": [{"role": "user", "content": "a<|im_end|>"}]}, {}),
-        ({"prompt": [{"role": "user", "content": "a"}], "tools": [{"x": 1}]}, {}),
-        ({"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": "x"}, {}),
+        ({"prompt": ask("a"), "tools": [{"x": 1}]}, {}),
+        ({"prompt": ask("a"), "chat_template_kwargs": "x"}, {}),
         ({"prompt": "a"}, {"teacher_context": "hint"}),
         ({"prompt": "a", "environment": "none"}, {"environment": "shop.py:Shop"}),
     ],
@@ -231,27 +222,24 @@ def test_what_is_refused_late_names_its_row(
     (tmp_path / "own.jinja").write_text(template)
     rows = [{"prompt": f"{i}?", "hint": "b"} for i in range(6)]
     rows.insert(4, row)
-    with contextlib.chdir(tmp_path), pytest.raises(ConfigError) as error:
-        checked(model, rows, chat_template="own.jinja", **settings)
-    assert "row 5" in str(error.value)
+    with contextlib.chdir(tmp_path):
+        assert "row 5" in refused(checked, model, rows, chat_template="own.jinja", **settings)
+
+
+# with more tokens or a control token, and fewer characters than others
+UNUSABLE = ["\U0001f642\u6f22" * 40, "what is <|im_end|>?"]
 
 
 @pytest.mark.parametrize("split", ["data", "eval_data"])
-@pytest.mark.parametrize(
-    "content",
-    ["\U0001f642\u6f22" * 40, "what is <|im_end|>?"],  # fewer characters than others have
-    ids=["many tokens", "a control token"],
-)
-def test_rows_that_cannot_be_used_are_counted_before_a_run(
-    model: str, content: str, split: str
-) -> None:
-    rows = [{"prompt": [{"role": "user", "content": f"the user asks {i}"}]} for i in range(300)]
-    bad = {"prompt": [{"role": "user", "content": content}]}
+@pytest.mark.parametrize("content", UNUSABLE, ids=["many tokens", "a control token"])
+def test_rows_that_cannot_be_used_are_counted(model: str, content: str, split: str) -> None:
+    """Before a run, and not only while it trains."""
+    rows = [{"prompt": ask(f"the user asks {i}")} for i in range(300)]
+    bad = {"prompt": ask(content)}
     data = {"data": rows[:200], "eval_data": rows[200:]}
     data[split] = [*data[split][:90], bad, *data[split][90:], {**bad, "tools": [{"type": "x"}]}]
-    with pytest.raises(ConfigError) as error:
-        checked(model, **data)
-    assert "2 of 302 rows" in str(error.value) and f" {split}, row 91:" in str(error.value)
+    said = refused(checked, model, **data)
+    assert "2 of 302 rows" in said and f" {split}, row 91:" in said
 
 
 def test_what_rows_say_in_vain_is_warned_of(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +261,7 @@ def test_variables_of_the_template_count_wherever_a_run_is_used(
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(tiny.QWEN_TEMPLATE + "{{ mood }}")
-    given: dict[str, Any] = {"model": model, "data": ROWS, "rewards": digits, **SIZES}
+    given = {"model": model, "data": ROWS, "rewards": digits, **SIZES}
     settings = {"chat_template": str(template), "chat_args": {"mood": "glad"}, "max_steps": 1}
     out = tmp_path / "run"
     run = minigrpo.train(out_dir=out, **{**given, **settings})
@@ -284,9 +272,8 @@ def test_variables_of_the_template_count_wherever_a_run_is_used(
         assert tokenizer.turn_end == tokenizer.special["<|im_end|>"]
     assert call("export", out, "--out", tmp_path / "exported") == 0
     assert "glad" in capsys.readouterr().out
-    again: dict[str, Any] = {**given, **settings, "resume": "auto", "chat_args": {"mood": "sad"}}
-    with pytest.raises(ConfigError):
-        minigrpo.train(out_dir=out, **again)
+    again = {**given, **settings, "resume": "auto", "chat_args": {"mood": "sad"}}
+    refused(minigrpo.train, out_dir=out, **again)
 
 
 def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path) -> None:
@@ -361,28 +348,16 @@ def test_losses_of_the_callers_are_told_apart_by_a_resume() -> None:
     assert texts == [Given.of(loss=copy.copy(spec)).as_settings()["loss"] for spec in SPECS]
 
 
-def test_rows_with_sets_functions_and_objects_are_the_same_rows_in_another_process() -> None:
-    """`test_identity.py` has other processes."""
+def test_rows_with_functions_are_the_same_rows_in_another_process() -> None:
+    """`test_identity.py` has other values and other processes."""
 
-    def rows(limit: int) -> list[dict[str, Any]]:
-        check = partial(str.startswith, "a")
-        return [
-            {
-                "prompt": f"{n}?",
-                "words": {"a", n},
-                "right": lambda text: len(text) < limit,
-                "c": check,
-            }
-            for n in range(4)
-        ]
+    def given(limit: int, **more: Any) -> Given:
+        row = {"right": lambda text: len(text) < limit, **more}
+        return Given.of(data=[{"prompt": f"{n}?", **row} for n in range(4)], rewards=digits)
 
-    def given(rows: list[dict[str, Any]]) -> Given:
-        return Given.of(data=rows, rewards=[lambda example, text: 1.0])
-
-    texts = [given(rows(limit)).as_settings()["data"] for limit in (3, 3, 4)]
-    assert texts[0] == texts[1] != texts[2]
-    unread = [{**row, "client": threading.Lock()} for row in rows(3)]
-    assert given(unread).rows["data"].unread == {"lock"} and not given(rows(3)).rows["data"].unread
+    texts = [given(limit).as_settings()["data"] for limit in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2] and not given(3).rows["data"].unread
+    assert given(3, client=threading.Lock()).rows["data"].unread == {"lock"}
 
 
 def test_an_edited_function_of_the_same_name_has_another_code_and_the_same_setting() -> None:

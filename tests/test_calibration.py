@@ -120,7 +120,7 @@ def test_summaries_are_those_of_the_completions_whose_form_matches() -> None:
 
 def test_each_question_allows_as_many_digits_as_it_says_and_hides_one_of_them() -> None:
     task = Calibration(0)
-    answers = dict[str, list[str]]()
+    answers = {}
     for number in range(2000):
         example = task.train(number)
         possible = example.fields["possible"]

@@ -14,9 +14,10 @@ from minigrpo.model.chat import Chat
 from minigrpo.model.encoding import encode_pairs, encode_prompt, encode_prompts
 from minigrpo.model.frozen_model import with_context
 from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
-from minigrpo.types import ConfigError, Example
+from minigrpo.types import Example
 
 from . import tiny
+from .tiny import ask, refused
 
 # template -> tokenizer, end of a turn
 KINDS = {
@@ -30,16 +31,7 @@ KINDS = {
     # has the system message in the first question; the end of a turn is that of the text
     "mistral": ("mistral", "</s>"),
 }
-
-
 PUBLISHED = {"qwen2_5": "qwen", "qwen3": "qwen", "llama3_1": "llama", "phi3": "qwen"}
-
-
-def ask(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """Messages of user and assistant in turn."""
-    roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 DIALOGUES = [
@@ -109,11 +101,9 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path, kind: str) 
     tokenizer, chat = load(tmp_path, kind)
     for token in tokenizer.special:
         for messages in (ask(f"a {token}"), ask("a", token, "b"), ask("a", system=token)):
-            with pytest.raises(ConfigError):
-                chat.prompt(messages)
+            refused(chat.prompt, messages)
         for row in ({"tools": [{"name": token}]}, {"args": {"documents": [token]}}):
-            with pytest.raises(ConfigError):
-                chat.prompt(ask("a"), **row)
+            refused(chat.prompt, ask("a"), **row)
     near = ask("<|im_end |>", "< |eot_id|>", "[INST")
     special = {*tokenizer.special.values()}
     counts = [
@@ -141,12 +131,10 @@ def test_the_beginning_of_an_answer_is_continued(tmp_path: Path, kind: str) -> N
         assert pair.completion_ids[0, 0].tolist() == [*tokenizer.encode("2"), tokenizer.turn_end]
     told = with_context(tokenizer, Example("", messages=ask("1+1?", "So"), fields={"x": "y"}), "x")
     assert [*told.messages] == ask("1+1?\n\ny", "So")
-    with pytest.raises(ConfigError):  # what follows is the tool's result
-        chat.prompt([*ask("a"), {**ask("", "b")[1], "tool_calls": [{"function": {}}]}])
-    with pytest.raises(ConfigError):
-        Chat("{% for m in messages %}{{ m.content.replace('o', '') }}{% endfor %}").prompt(
-            ask("1+1?", "So")
-        )
+    # what follows is the tool's result
+    refused(chat.prompt, [*ask("a"), {**ask("", "b")[1], "tool_calls": [{"function": {}}]}])
+    changes = Chat("{% for m in messages %}{{ m.content.replace('o', '') }}{% endfor %}")
+    refused(changes.prompt, ask("1+1?", "So"))
 
 
 @pytest.mark.peer
@@ -196,11 +184,9 @@ def test_variables_reach_the_template_and_those_of_a_row_count_above(tmp_path: P
         assert tokenizer.chat and tokenizer.chat.between(ask("b"), own).endswith(none) == ends
         assert tokenizer.chat.variables == {"enable_thinking"}
     wrong = Example("", messages=ask("a"), fields={"chat_template_kwargs": "false"}, place="line 3")
-    with pytest.raises(ConfigError) as error:
-        encode_prompts(tokenizer, [wrong], 999)
-    assert "line 3" in str(error.value)
-    with pytest.raises(ConfigError):  # nothing would read them
-        load_tokenizer("chess", chat_args={"enable_thinking": False})
+    assert "line 3" in refused(encode_prompts, tokenizer, [wrong], 999)
+    # nothing would read them
+    refused(load_tokenizer, "chess", chat_args={"enable_thinking": False})
 
 
 def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:
@@ -213,8 +199,7 @@ def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:
     own = Example("", messages=ask("a", system="Mine."))
     assert encode_prompt(told, own) == encode_prompt(plain, own)
     assert encode_prompt(plain, Example("a")) == plain.encode("a")
-    with pytest.raises(ConfigError):  # it would do nothing
-        load_tokenizer("chess", system="Be short.")
+    refused(load_tokenizer, "chess", system="Be short.")  # it would do nothing
 
 
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
@@ -231,12 +216,10 @@ USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     ],
 )
 def test_a_template_without_the_question_or_the_instructions_is_refused(template: str) -> None:
-    with pytest.raises(ConfigError):
-        Chat(template).prompt(ask("1+1?", system="Short."))
+    refused(lambda: Chat(template).prompt(ask("1+1?", system="Short.")))
     if template == USERS:
         assert Chat(template).prompt(ask("1+1?")) == "1+1?"
-        with pytest.raises(ConfigError):
-            Chat(template, system="Short.").prompt(ask("1+1?"))
+        refused(lambda: Chat(template, system="Short.").prompt(ask("1+1?")))
 
 
 @pytest.mark.parametrize(
@@ -250,8 +233,7 @@ def test_a_template_without_the_question_or_the_instructions_is_refused(template
     ],
 )
 def test_what_a_template_must_not_do_is_refused(template: str) -> None:
-    with pytest.raises(ConfigError):
-        Chat(template).render(ask("a"))
+    refused(lambda: Chat(template).render(ask("a")))
 
 
 TOO_MUCH = [
@@ -267,8 +249,7 @@ def test_a_template_that_does_not_end_or_grows_is_refused(
 ) -> None:
     monkeypatch.setattr(chat_module, "MOST_CPU_S", 1)
     tiny.tiny_tokenizer_folder(tmp_path, template=template)
-    with pytest.raises(ConfigError):
-        load_tokenizer(str(tmp_path))
+    refused(load_tokenizer, str(tmp_path))
 
 
 def test_a_template_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import gzip
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import chess
 import pytest
@@ -87,7 +86,7 @@ def games(tmp_path: Path) -> Path:
 def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games: Path) -> None:
     task = ChessEnv(0, [games])
     train, held_out = everything(task)
-    plies = Counter[tuple[str, str]]()
+    plies = Counter()
     for line in (
         "e4 e5 Nf3 Nc6 Bc4 Nf6 Ng5 d5 exd5 Na5 O-O Bd6 Qh5 O-O Qxf7+ Rxf7 d4 e4 f4 exf3",
         "f3 e5 g4 Qh4#",
@@ -121,7 +120,7 @@ def test_best_move_reads_its_lines_and_scores_each_part(tmp_path: Path) -> None:
     fens = {parts_of(play.train(number))[0] for number in range(40)}
     fens = {fen for fen in fens if chess.Board(fen).legal_moves.count() > 1}
     path.write_text("".join(advised(fen, "0.26 0.25") + "\n" for fen in sorted(fens)))
-    task: Any = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(path))
+    task = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(path))
     assert task.num_held_out and task.source.num_train + task.num_held_out == len(fens) > 20
     for example in (task.train(0), task.held_out(0)):
         assert set(task.score(example, example.answer).values()) == {1.0}

@@ -9,9 +9,9 @@ import pytest
 from minigrpo.rewards import RewardScorer
 from minigrpo.tasks.base import load_task
 from minigrpo.tasks.code import HIDDEN, SHOWN, Code, code_of
-from minigrpo.types import ConfigError, Example
+from minigrpo.types import Example
 
-from .tiny import write_jsonl
+from .tiny import refused, write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
 
@@ -64,13 +64,12 @@ def test_the_published_split_holds(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_no_problem_is_refused(tmp_path: Path) -> None:
-    broken: list[dict[str, Any]] = [
+    broken = [
         *({"text": ""}, {"text": None}, {"code": [7]}, {"test_setup_code": "import"}),
         *({"test_list": x} for x in ([], None, "assert f(1)", ["assert f("])),
     ]
     for changed in broken:
-        with pytest.raises(ConfigError):
-            read(tmp_path, [problem(700), problem(11, **changed)])
+        refused(read, tmp_path, [problem(700), problem(11, **changed)])
     with pytest.raises(ValueError):
         read(tmp_path, [problem(11), problem(700)], timeout="soon")
 

@@ -18,6 +18,7 @@ from minigrpo.tools.common import ModelArguments, parse
 from minigrpo.types import ConfigError
 
 from . import tiny
+from .tiny import refused
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,8 +56,7 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
         assert Config.of(model=other).replace(model="shipped") == Config()
     (run / "config.toml").write_text("a = ")
     for bad in ("nowhere/at-all", str(tmp_path / "none"), str(run)):
-        with pytest.raises(ConfigError):  # with the learning rate of small models it would break
-            Config.of(model=bad)
+        refused(Config.of, model=bad)  # with the learning rate of small models it would break
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -109,20 +109,16 @@ def test_toml_round_trips(tmp_path_factory: pytest.TempPathFactory, given: dict[
     assert Config.from_toml(file) == config
 
 
-def test_variables_of_the_chat_template_keep_their_types() -> None:
+def test_pairs_are_separated_by_commas_and_chat_args_keep_their_types() -> None:
+    assert read_pairs("sizes=2x12,3x12, n=2") == {"sizes": "2x12,3x12", "n": "2"}
+    assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
     words = 'enable_thinking=false,name=x,1,n=3,list=[1, "a"],day=2024-01-02'
     values = {"enable_thinking": False, "name": "x,1", "n": 3, "list": [1, "a"]}
     values["day"] = "2024-01-02"
     for config in (Config.from_cli(["--chat-args", words]), Config.of(chat_args=words)):
         assert config.model.chat_args == values
         assert config.replace(group_size=3).model.chat_args["enable_thinking"] is False
-    with pytest.raises(ConfigError):
-        Config.of(chat_args="false")
-
-
-def test_pairs_are_separated_by_commas_before_a_name() -> None:
-    assert read_pairs("sizes=2x12,3x12, n=2") == {"sizes": "2x12,3x12", "n": "2"}
-    assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
+    refused(Config.of, chat_args="false")
 
 
 @pytest.mark.parametrize(
@@ -140,16 +136,13 @@ def test_pairs_are_separated_by_commas_before_a_name() -> None:
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as error:
-        Config.of(**bad)
-    assert "\n" not in str(error.value)
+    assert "\n" not in refused(Config.of, **bad)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in bad.items()]
     with pytest.raises(SystemExit) as ended:
         run_command("train", words, "minigrpo train")
     assert ended.value.code == 2
     (tmp_path / "bad.toml").write_text(tomli_w.dumps(bad))
-    with pytest.raises(ConfigError):
-        Config.from_toml(tmp_path / "bad.toml")
+    refused(Config.from_toml, tmp_path / "bad.toml")
 
 
 def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

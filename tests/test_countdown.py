@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -27,10 +26,10 @@ from minigrpo.tasks.countdown import (
 )
 from minigrpo.tools.common import open_parts
 from minigrpo.turns.tools import calls_of
-from minigrpo.types import ConfigError, Dialogue
+from minigrpo.types import Dialogue
 from minigrpo.userfiles import load_file
 
-from .tiny import write_jsonl
+from .tiny import refused, write_jsonl
 
 ROOT = Path(__file__).parents[1]
 TOOL = load_file(str(ROOT / "examples/countdown_tool.py"))
@@ -98,7 +97,7 @@ def test_hostile_text_is_no_answer_and_costs_nothing() -> None:
             assert result(final_answer(wrapped), [3, 4, 5]) != 35, text[:40]
 
 
-ANSWERS: dict[Any, list[str]] = {  # what lines reach with 3, 4 and 5
+ANSWERS = {  # what lines reach with 3, 4 and 5
     35: [
         *("(4+3)*5", "5 * (3 + 4) = 35", "(4+3)*5=7*5=35", "4+3=7,7*5=35", "4+3=7, 5*7"),
         # as people and chat models write it
@@ -179,7 +178,7 @@ def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
 
 
 def test_bad_lines_difficulties_and_forms_are_refused() -> None:
-    numbers: list[Any] = ["1 2", [1], [1, 2.5], [1, -2], None]
+    numbers = ["1 2", [1], [1, 2.5], [1, -2], None]
     lines = [{"nums": nums, "target": 3} for nums in numbers]
     for line in [*lines, {"nums": [1, 2]}, {"nums": [1, 2], "target": "3"}]:
         with pytest.raises((ValueError, TypeError, KeyError)):
@@ -187,8 +186,7 @@ def test_bad_lines_difficulties_and_forms_are_refused() -> None:
     for text in ("", "3", "3x", "x", "3x5", "3x12,"):
         with pytest.raises(ValueError):
             Countdown(0, difficulty=text)
-    with pytest.raises(ConfigError):
-        Countdown(0, form="other")
+    refused(Countdown, 0, form="other")
 
 
 def said(text: Dialogue, role: str) -> list[str]:

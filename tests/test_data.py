@@ -26,8 +26,9 @@ from minigrpo.tasks.data import (
     tell_apart,
 )
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa
-from minigrpo.types import ConfigError, Example
+from minigrpo.types import Example
 
+from .tiny import ask, refused
 from .tiny import write_jsonl as write
 
 SUMS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(400)]
@@ -103,34 +104,32 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
     assert not kept & {question_key(x.prompt) for x in splits(both, 270)[0]}
 
 
-def told(document: str, user: str = "Sum it up.", **more: Any) -> dict[str, Any]:
-    messages = [{"role": "system", "content": document}, {"role": "user", "content": user}]
-    return {"prompt": messages, "answer": "", **more}
-
-
 @pytest.mark.parametrize("num_instructions", [1, 12])
 def test_rows_of_one_instruction_differ_by_their_documents(num_instructions: int) -> None:
-    records = [told(f"Report {n}.", f"Task {n % num_instructions}.") for n in range(200)]
-    documents = {record["prompt"][0]["content"] for record in records}
+    documents = [f"Report {n}." for n in range(200)]
+    records = [
+        {"prompt": ask(f"Task {n % num_instructions}.", system=document), "answer": ""}
+        for n, document in enumerate(documents)
+    ]
     alone = Rows(0, (records,), ())
     assert 10 < alone.num_held_out < 40 and alone.num_train == 200 - alone.num_held_out
     apart = Rows(0, (records[:150],), (records[150:],))
     assert (apart.num_train, apart.num_held_out) == (150, 50)
     for rows in (alone, apart):
         trained, evaluated = splits(rows, rows.num_train)
-        assert {x.messages[0]["content"] for x in trained + evaluated} == documents
+        assert {x.messages[0]["content"] for x in trained + evaluated} == {*documents}
 
 
 def test_a_question_is_the_whole_prompt_without_what_no_template_writes() -> None:
-    user = {"role": "user", "content": "And 2+2?"}
+    (user,) = ask("And 2+2?")
     call = {"function": {"name": "add", "arguments": {"a": 2}}, "id": "x1"}
     asked = [
         [user],
         [{**user, "name": "Ann"}],
-        [{"role": "system", "content": "Be brief."}, user],
-        [{"role": "system", "content": "Be rude."}, user],
-        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, user],
-        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}, user],
+        ask("And 2+2?", system="Be brief."),
+        ask("And 2+2?", system="Be rude."),
+        ask("1+1?", "2", "And 2+2?"),
+        ask("1+1?", "3", "And 2+2?"),
         *(
             [user, {"role": "assistant", "content": "Wait.", "tool_calls": calls}, user]
             for calls in ([], [call], [{"function": {**call["function"], "name": "sub"}}])
@@ -144,11 +143,11 @@ def test_a_question_is_the_whole_prompt_without_what_no_template_writes() -> Non
 
     for row, question in zip(rows, questions, strict=True):
         copied = [
-            {**message, "content": message["content"].replace(" ", "\n "), "id": "x2"}
-            for message in row["prompt"]
+            {**one, "content": one["content"].replace(" ", "\n "), "id": "x2"}
+            for one in row["prompt"]
         ]
-        for message in copied:
-            message["tool_calls"] = [{**x, "id": "x2"} for x in message.get("tool_calls", ())]
+        for one in copied:
+            one["tool_calls"] = [{**x, "id": "x2"} for x in one.get("tool_calls", ())]
         same = parse_any({**row, "prompt": copied, "level": 3})
         assert question_key(same.question) == question
     # a plain prompt with tools becomes a user's message
@@ -157,10 +156,7 @@ def test_a_question_is_the_whole_prompt_without_what_no_template_writes() -> Non
 
 def test_beginnings_of_answers_tell_rows_apart_where_questions_are_few() -> None:
     for num_questions, num_held_out in ((1, 200), (20, 20)):
-        records = [
-            {"prompt": [{"role": "user", "content": f"{n % num_questions}?"}, begun(f"It is {n}")]}
-            for n in range(200)
-        ]
+        records = [{"prompt": ask(f"{n % num_questions}?", f"It is {n}")} for n in range(200)]
         assert Rows(0, (), (records,), parse_any).num_held_out == num_held_out
 
 
@@ -183,8 +179,7 @@ def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
     given = Rows(0, (few,), (), parse_pair)
     assert given.num_held_out == 1
     assert splits(given, 2) == splits(rows_in(write(tmp_path / "a.jsonl", few)), 2)
-    with pytest.raises(ConfigError):
-        Rows(0, ([*few, {"answer": "1"}],), (), parse_pair)
+    refused(Rows, 0, ([*few, {"answer": "1"}],), (), parse_pair)
 
 
 def test_what_an_environment_reads_tells_rows_apart_where_questions_are_few() -> None:
@@ -211,10 +206,8 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
     for num_rows in (0, 1):
         path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
         for held_out in ((), (path,)):  # or all of it is held out
-            with pytest.raises(ConfigError):
-                rows_in(path, eval_data=held_out)
-    with pytest.raises(ConfigError):
-        load_task("prompts", seed=0)
+            refused(rows_in, path, eval_data=held_out)
+    refused(load_task, "prompts", seed=0)
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -242,41 +235,28 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path) -> None:
     good = path.read_bytes() + b"\n"
     for line in BAD_LINES:
         path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()))
-        with pytest.raises(ConfigError) as error:
-            rows_in(path)
-        assert str(path) in str(error.value) and "42" in str(error.value), line
-        assert "\n" not in str(error.value)
-
-
-def test_all_bad_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+        said = refused(rows_in, path)
+        assert str(path) in said and "42" in said and "\n" not in said, line
+    # all are counted
     bad = write(tmp_path / "a.jsonl", [*SUMS[:40], *[{"answer": "1"}] * 17, *SUMS[40:]])
     good = write(tmp_path / "b.jsonl", SUMS)
     for data, eval_data in (((bad,), ()), ((good,), (bad,))):
-        with pytest.raises(ConfigError) as error:
-            rows_in(*data, eval_data=eval_data)
-        said = str(error.value)
+        said = refused(rows_in, *data, eval_data=eval_data)
         assert "17 of 417" in said and f"{bad}, line 41:" in said and "\n" not in said
 
 
-HALF = "so \ud83d"  # of an emoji's two halves in JSON
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": HALF, "answer": ""},
-        {"prompt": "a", "answer": HALF},
-        {"prompt": [{"role": "user", "content": HALF}], "answer": ""},
-        {"prompt": "a", "answer": "", "notes": [{"by": HALF}]},
-    ],
-)
-def test_half_a_character_is_refused_with_its_row(row: dict[str, Any], tmp_path: Path) -> None:
-    rows = [*SUMS[:40], row]
-    for given in (rows, write(tmp_path / "a.jsonl", rows)):
-        with pytest.raises(ConfigError) as error:
-            Rows(0, (given,), ())
-        assert "41" in str(error.value)
-        str(error.value).encode()  # it can be printed
+def test_half_a_character_is_refused_with_its_row(tmp_path: Path) -> None:
+    half = "so \ud83d"  # of an emoji's two halves in JSON
+    for row in (
+        {"prompt": half, "answer": ""},
+        {"prompt": "a", "answer": half},
+        {"prompt": ask(half), "answer": ""},
+        {"prompt": "a", "answer": "", "notes": [{"by": half}]},
+    ):
+        rows = [*SUMS[:40], row]
+        for given in (rows, write(tmp_path / "a.jsonl", rows)):
+            said = refused(Rows, 0, (given,), ())
+            assert "41" in said and said.encode()  # it can be printed
 
 
 def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
@@ -295,7 +275,7 @@ def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_keys_of_published_files_are_known() -> None:
-    expected: list[tuple[dict[str, Any], str]] = [
+    expected = [
         ({"prompt": "a", "completion": "b"}, "b"),
         ({"question": "a", "answer": "b", "solution": "c"}, "b"),
         ({"problem": "a", "solution": ""}, ""),
@@ -309,8 +289,7 @@ def test_the_keys_of_published_files_are_known() -> None:
         assert row.example.fields == plain(record) and not row.example.messages
 
 
-USER: dict[str, Any] = {"role": "user", "content": "2+2?"}
-FOUR = {"role": "assistant", "content": "4"}
+USER, FOUR = ask("2+2?", "4")
 PARTS = {**USER, "content": [{"type": "text", "text": text} for text in ("2+", "2?")]}
 
 
@@ -336,11 +315,7 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai() -> None:
     assert parse_any({"prompt": "2+2?", "answer": [4], "solution": 5}).example.answer == "5"
 
 
-def begun(answer: str) -> dict[str, str]:
-    return {"role": "assistant", "content": answer}
-
-
-BEGUN = begun("Let me think.\n<think>")
+(BEGUN,) = ask("2+2?", "Let me think.\n<think>")[1:]
 
 
 @pytest.mark.parametrize(
@@ -375,7 +350,7 @@ def calling(*calls: dict[str, Any]) -> dict[str, Any]:
 
 ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
 LOOK = {"name": "look", "arguments": {"word": "tea", "deep": {"n": 1}}}
-CALLERS: list[dict[str, Any]] = [  # the calls have different arguments
+CALLERS = [  # the calls have different arguments
     {
         "prompt": [{**USER, "content": f"{i}?"}, calling(*calls), {"role": "tool", "content": "4"}],
         "answer": str(i),
@@ -402,8 +377,7 @@ def test_tables_give_the_prompts_of_the_list_of_dicts(tmp_path: Path) -> None:
     arrow = dataset.with_format("arrow")[:]
     for table in (dataset, frame, pandas.DataFrame(CALLERS), dataset.to_pandas(), arrow):
         assert [(x.messages, x.tools, x.answer) for x in read(table)] == plain_rows
-    with pytest.raises(ConfigError):
-        rows_of("data", datasets.DatasetDict(train=dataset))
+    refused(rows_of, "data", datasets.DatasetDict(train=dataset))
     missing = {"prompt": ["a", "b"], "n": pandas.array([1, None], dtype="Int64")}
     missing |= {"day": [pandas.Timestamp(2024, 5, 6), pandas.NaT]}
     first, second = rows_of("data", pandas.DataFrame(missing))
@@ -413,7 +387,7 @@ def test_tables_give_the_prompts_of_the_list_of_dicts(tmp_path: Path) -> None:
 
 def test_values_of_a_row_are_plain() -> None:
     image = object()
-    pairs: list[tuple[Any, Any]] = [
+    pairs = [
         # a number that other calls lack became a float
         (np.array([{"arguments": {"a": 2.0, "b": None}}]), [{"arguments": {"a": 2}}]),
         (
@@ -430,20 +404,12 @@ def test_values_of_a_row_are_plain() -> None:
         assert repr(plain({"key": value})) == repr({"key": expected})  # 2 is not 2.0
 
 
-@pytest.mark.parametrize("data", [{"prompt": ["a"]}, ["a", "b"], 3, [None], [["prompt"]]])
-def test_what_is_no_rows_is_refused(data: Any) -> None:
-    with pytest.raises(ConfigError) as error:
-        Given.of(data=data)
-    assert "\n" not in str(error.value)
-
-
 def test_tools_that_are_words_are_no_schemas() -> None:
     assert parse_any({"prompt": "a", "tools": "a hammer"}).example.tools is None
     schemas = json.dumps([tool("add", a="integer")])
     assert parse_any({"prompt": "a", "tools": schemas}).example.tools == json.loads(schemas)
-    with pytest.raises(ConfigError) as error:
-        read([*CALLERS, {"prompt": "a", "answer": "", "tools": "[a saw]"}])
-    assert f"row {len(CALLERS) + 1}" in str(error.value)
+    said = refused(read, [*CALLERS, {"prompt": "a", "answer": "", "tools": "[a saw]"}])
+    assert f"row {len(CALLERS) + 1}" in said
 
 
 def test_calls_of_tools_reach_the_template_as_objects() -> None:
@@ -472,7 +438,7 @@ class Endless:
     """A data set as torch has it, which makes a row for any number."""
 
     def __init__(self) -> None:
-        self.read = list[int]()
+        self.read = []
 
     def __getitem__(self, number: int) -> dict[str, str]:
         self.read.append(number)
@@ -484,20 +450,20 @@ class Sized(Endless):
         return 300
 
 
-def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_rows_or_has_no_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for data in ({"prompt": ["a"]}, ["a", "b"], 3, [None], [["prompt"]]):
+        assert "\n" not in refused(Given.of, data=data)
     monkeypatch.setattr("minigrpo.tasks.data.MOST_ROWS", 200)
     made = ({"prompt": f"{number}"} for number in range(10**9))
     endless = Endless()
     for given in ({"data": made}, {"data": SUMS, "eval_data": endless}):
-        with pytest.raises(ConfigError):
-            Given.of(**given)
+        refused(Given.of, **given)
     assert int(next(made)["prompt"]) == 201 and endless.read == [*range(201)]
     # what says how many rows it has, has no bound, and is read to there
     assert len(rows_of("data", Sized())) == 300 and len(rows_of("data", SUMS)) == 400
     assert len(rows_of("data", islice(made, 200))) == 200
     monkeypatch.setattr("minigrpo.tasks.data.MOST_CHARACTERS", 100)
-    with pytest.raises(ConfigError):  # few rows may be long
-        rows_of("data", islice(made, 10))
+    refused(rows_of, "data", islice(made, 10))  # few rows may be long
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -511,8 +477,7 @@ def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:
     assert task.speculate and not Prompts(0, [tmp_path / "a.jsonl"], chat=True).speculate
     chat = [{"messages": [{"role": "user", "content": x["prompt"]}], "answer": ""} for x in SUMS]
     assert not Prompts(0, [write(tmp_path / "b.jsonl", chat)]).speculate
-    with pytest.raises(ConfigError):
-        Prompts(0, [tmp_path / "a.jsonl"], judge="nobody")
+    refused(Prompts, 0, [tmp_path / "a.jsonl"], judge="nobody")
 
 
 def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.rng import uniforms
@@ -53,13 +54,13 @@ def test_whatever_enters_splits_and_leaves_the_logits_are_those_of_a_full_forwar
     rng, model = np.random.default_rng(seed), Transformer(SHAPES[shape], seed=1).double()
     most = 60
     decoder = Decoder(model, Room(21, 7, most, most, columns=21), few_sizes=bool(seed % 2))
-    slots: list[list[int]] = []  # the whole text of each slot that the decoder has run
-    starts: list[int] = []  # how long its prompt is
+    slots = []  # the whole text of each slot that the decoder has run
+    starts = []  # how long its prompt is
 
     def check(logits: Tensor, texts: list[list[int]]) -> None:
         for row, text in zip(logits, texts, strict=True):
             expected = model.logits(torch.tensor([text]))[0, -len(row) :]
-            torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-11)
+            assert_close(row, expected, rtol=1e-9, atol=1e-11)
 
     for _ in range(7):
         kind = rng.choice(["enter", "step", "step", "reorder"]) if slots else "enter"
@@ -99,7 +100,7 @@ def test_caches_stay_in_one_place_and_hold_what_runs(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "BLOCK", 3)
-    sizes, step = list[tuple[int, ...]](), Decoder.step
+    sizes, step = [], Decoder.step
 
     def watched(self: Decoder, *args: Any) -> Tensor:
         assert len(self.prompt_of_slot) <= self.own_kv.shape[2]
@@ -193,7 +194,7 @@ def test_a_completion_drafted_with_its_own_text_takes_as_few_rounds_as_the_windo
 ) -> None:
     plain = sample(model, prompts)
     for p, text in enumerate(plain.completion_ids[:, 0]):
-        work = Counter[str]()
+        work = Counter()
         more = {"drafts": text[None], "num_speculative_tokens": window - 1, "work": work}
         alone = options(u=options()["u"][p : p + 1, :1], num_samples=1, **more)
         again = generate(model, prompts.prompt_ids[[p]], prompts.prompt_len[[p]], **alone)
@@ -211,7 +212,7 @@ def test_the_counters_are_what_was_run(
     never = torch.where((never == EOS) | (never == 4), 5, never)[:, :1].expand(-1, LENGTH)
     for drafts, window in ((None, 1), (never, 3)):
         rounds.clear()
-        work = Counter[str]()
+        work = Counter()
         sample(model, prompts, drafts=drafts, num_speculative_tokens=2, work=work)
         assert work["rounds"] == len(rounds) and {w for _, w, _ in rounds} == {window}
         assert work["tokens"] == lengths + sum(slots * w for slots, w, _ in rounds)
@@ -225,7 +226,7 @@ def test_the_counters_are_what_was_run(
 def test_waiting_prompts_take_fewer_rounds_than_batch_after_batch(
     model: Transformer, prompts: Completions, rounds: list[tuple[int, int, int]]
 ) -> None:
-    together, apart = Counter[str](), Counter[str]()
+    together, apart = Counter(), Counter()
     sample(model, prompts, prompts_at_once=2, work=together)
     assert max(slots for slots, _, _ in rounds) <= 2 * SAMPLES
     # some have just entered, others are far along

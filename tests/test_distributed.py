@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,11 @@ from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.guard import RunFailed
 from minigrpo.runtime.signals import StopRequest
-from minigrpo.types import ConfigError
 from minigrpo.userfiles import load_file
 
 from . import tiny
 from .steps import join, run_two
+from .tiny import read_json, refused
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=3)  # of a collective
@@ -52,7 +50,7 @@ def fails() -> None:
 
 def exchange(dist: DistContext) -> dict[str, Any]:
     """Every kind of exchange, once."""
-    rank, found = dist.rank, dict[str, Any]()
+    rank, found = dist.rank, {}
     found["share"] = list(dist.share(6))
     found["sum"] = dist.sum(torch.tensor([1.0 + rank, 10.0])).tolist()
     found["max"] = dist.max(torch.tensor([rank, -rank])).tolist()
@@ -62,15 +60,14 @@ def exchange(dist: DistContext) -> dict[str, Any]:
     values["never"] = [torch.nan]
     found["combine"] = dist.combine({name: np.array(x) for name, x in values.items()})
 
-    calls = list[int]()
+    calls = []
     found["on_main"] = dist.on_main(lambda: calls.append(rank) or "from 0")
     found["calls"] = list(calls)
     with pytest.raises((BadError, RunFailed)) as raised:
         dist.on_main(fails)
     found["raised"] = raised.type.__name__
     dist.refuse_differences({"rows": "a", f"/home/{rank}/rewards.py": str(rank)})
-    with pytest.raises(ConfigError):
-        dist.refuse_differences({"rows": "a", "rewards": str(rank)})
+    refused(dist.refuse_differences, {"rows": "a", "rewards": str(rank)})
     # longer than a collective may take: the others wait without one
     dist.on_main(lambda: time.sleep(TIMEOUT.total_seconds() + 0.5))
     found["after"] = dist.sum(torch.ones(1)).item()
@@ -152,7 +149,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [read_json(folder / f"{rank}.json") for rank in range(2)]
 
 
 def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) -> None:
@@ -163,40 +160,31 @@ def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) ->
         assert one["stop"] == "SIGUSR1" and one["weights"] == found[0]["weights"]
 
 
-def test_processes_with_other_rows_or_rewards_have_other_digests() -> None:
+def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> None:
+    config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
     rows = [{"prompt": f"{n}?"} for n in range(30)]
-
-    def digests(rows: Sequence[Mapping[str, str]], *rewards: RewardFunction) -> dict[str, str]:
-        config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
-        return Parts(config, given=Given.of(data=rows, rewards=rewards)).digests()
-
     right = minigrpo.reward(lambda example, text: 1.0)
     half = minigrpo.reward(lambda example, text: 1.0, weight=0.5)
-    assert digests(rows, right) == digests(list(rows), right)
-    assert digests(rows, right)["rows"] != digests(rows[::-1], right)["rows"]
-    assert digests(rows, right)["rows"] != digests(rows[1:], right)["rows"]
-    assert digests(rows, right)["rewards"] != digests(rows, half)["rewards"]
-
-
-def test_processes_know_weights_and_files_by_their_contents(tmp_path: Path) -> None:
-    config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
     file = tmp_path / "solved_by_rank.py"
-    file.write_text(SOLVED)
-    found = []
-    for more, weight in (("", 1.0), ("# edited", 1.0), ("# edited", 1.5)):
-        file.write_text(SOLVED + more)
-        given = Given.of(data=[{"prompt": f"{n}?"} for n in range(30)], rewards=[len_of_text])
-        parts = Parts(config, given=given)
+
+    def digests(rows: Any, reward: Any, text: str = SOLVED, weight: float = 1.0) -> dict[str, str]:
+        parts = Parts(config, given=Given.of(data=rows, rewards=[reward]))
         parts.recognise("--teacher a", {"w": torch.full((3, 4), weight)})
+        file.write_text(text)
         userfiles._read.clear()  # as another process has not read it yet
         load_file(file)
-        found.append(parts.digests())
-    names = [{name for name in a if a[name] != b[name]} for a, b in pairwise(found)]
-    assert names == [{str(file)}, {"the weights of --teacher a"}]
+        return parts.digests()
 
-
-def len_of_text(example: Any, text: str) -> float:
-    return float(len(text))
+    first = digests(rows, right)
+    assert digests(list(rows), right) == first
+    for name, other in [
+        ("rows", digests(rows[::-1], right)),
+        ("rows", digests(rows[1:], right)),
+        ("rewards", digests(rows, half)),
+        (str(file), digests(rows, right, text=f"{SOLVED}# edited")),
+        ("the weights of --teacher a", digests(rows, right, weight=1.5)),
+    ]:
+        assert {key for key in first if first[key] != other[key]} == {name}
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:
@@ -229,7 +217,7 @@ def test_two_processes_log_the_metrics_of_one(folder: Path) -> None:
 
 def test_what_a_stop_breaks_off_in_one_process_is_made_again_by_both(folder: Path) -> None:
     for rank in range(2):
-        assert json.loads((folder / f"steps_{rank}.json").read_text()) == [0, 1, 3]
+        assert read_json(folder / f"steps_{rank}.json") == [0, 1, 3]
     assert [line["step"] for line in read_jsonl(folder / "stopped" / "eval.jsonl")] == [0, 3]
     found = [
         torch.load(folder / name / "checkpoints/step_000003/state.pt")["model"]
@@ -238,18 +226,15 @@ def test_what_a_stop_breaks_off_in_one_process_is_made_again_by_both(folder: Pat
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "a"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "b"}],
-)
-def test_settings_of_torchrun_that_do_not_fit_are_refused(
-    changes: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+NO_PLACES = [{"RANK": "2"}, {"RANK": "-1"}, {"RANK": "a"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "b"}]
+
+
+def test_settings_of_torchrun_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (right | changes).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError):
-        DistContext.from_env()
+    for changes in NO_PLACES:
+        for name, value in (right | changes).items():
+            monkeypatch.setenv(name, value)
+        refused(DistContext.from_env)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def between(start: float, end: float) -> np.ndarray:
     return np.linspace(start, end, STEPS) * (1 + 0.03 * np.random.default_rng(0).normal(size=STEPS))
 
 
-HEALTHY: Metrics = {
+HEALTHY = {
     "reward": between(0.5, 0.8),
     "rewards/exact/mean": between(0.3, 0.6),
     "rewards/similarity/mean": between(0.8, 0.9),
@@ -55,7 +55,7 @@ def found_in(run: Run) -> list[str]:
 
 rare = np.zeros(STEPS)
 rare[70:] = 2
-FAULTS: list[Metrics] = [  # of each rule in turn
+FAULTS = [  # of each rule in turn
     {"rewards/exact/failures": rare},
     {"frac_reward_zero_std": between(0.3, 0.95)},
     {"rewards/check/mean": np.zeros(STEPS)},
@@ -81,13 +81,10 @@ def test_a_rule_finds_its_own_fault_and_no_other_rule_does(number: int) -> None:
     assert any(character.isdigit() for character in numbers)
 
 
-def test_a_run_of_a_few_steps_is_not_judged_by_its_trend() -> None:
+def test_what_is_short_missing_or_expected_is_no_finding() -> None:
     for rule, run in zip(RULES, FAULTY, strict=True):
         short = replace(run, metrics=run.metrics[: FEWEST_STEPS - 1])
         assert rule.fewest < FEWEST_STEPS or found_in(short) == []
-
-
-def test_what_is_missing_or_expected_is_no_finding() -> None:
     dead = "frac_reward_zero_std"
     assert found_in(made_up({dead: np.full(3, 1.0)}, [])) == [dead]  # whatever the length
     assert found_in(made_up({dead: np.full(3, 0.4)}, [])) == []

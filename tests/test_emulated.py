@@ -31,11 +31,11 @@ from minigrpo.sampling.generate import Generation
 from .emulated import EmulatedDevice, emulated
 from .steps import SHAPES
 from .test_resume import lines
-from .tiny import TINY, tiny_chat_model, tiny_chess_model
+from .tiny import TINY, read_json, tiny_chat_model, tiny_chess_model
 
 ROOT = Path(__file__).parents[1]
 SUMS = {"task": "prompts", "data": str(ROOT / "examples" / "sums.jsonl"), "kl_coef": 0.1}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "default": {"kl_coef": 0},
     "plain": {"packing": "repeated", "num_speculative_tokens": 0, "fused_optimizer": False},
     "memory": {"gradient_checkpointing": True, "micro_batch_size": 1, "rollout_batch_size": 2}
@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "amp-nf4": {"use_amp": True, "lora_rank": 2, "base_dtype": "nf4", "micro_batch_size": 2},
     "float16": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
 }
-TASKS: dict[str, dict[str, Any]] = {
+TASKS = {
     "chess": {"task": "chess-env", "data": str(ROOT / "tests" / "golden" / "games.pgn")},
     "tool": {"task": "examples/countdown_tool.py", "tokenizer": "dialogue", "max_new_tokens": 24}
     | {"model": "minigrpo/assets/countdown-tool.safetensors"},
@@ -94,7 +94,7 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
     gemma = replace(SHAPES["grouped-query"], vocab_size=360, context=192)
     models["GEMMA"] = folder / "gemma"
     Transformer(gemma).export(models["GEMMA"])
-    shape = json.loads((model / "config.json").read_text())
+    shape = read_json(model / "config.json")
     (model / "config.json").write_text(json.dumps(shape | {"n_layer": 2}))
     case = {"model": model, "max_new_tokens": 4, **SUMS, **OPTIONS[name]}
     return small | {x: str(models.get(str(value), value)) for x, value in case.items()}
@@ -113,7 +113,7 @@ def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
 @contextmanager
 def counting(device: EmulatedDevice, owner: type, method: str) -> Iterator[Counter[str]]:
     """The largest counts of a call of a method."""
-    function, most = getattr(owner, method), Counter[str]()
+    function, most = getattr(owner, method), Counter()
 
     def counted(*args: Any) -> Any:
         before = device.totals()

@@ -93,7 +93,7 @@ def texts(number: int, fens: list[str]) -> Iterator[str]:
 
 
 def test_is_valid_fen_is_its_contract(fens: list[str]) -> None:
-    verdicts = Counter[bool]()
+    verdicts = Counter()
     for text in texts(20_000 if settings().max_examples <= 100 else 1_000_000, fens):
         expected = contract(text)
         assert is_valid_fen(text) == expected, text[:200]

@@ -23,9 +23,9 @@ from tiktoken_ext.openai_public import r50k_pat_str
 
 from minigrpo.model.gpt2_vocabulary import END_OF_TEXT
 from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
-from minigrpo.types import ConfigError
 
 from . import tiny
+from .tiny import ask, refused
 
 SPECIAL = {END_OF_TEXT: 400, "<|second|>": 401}
 PIECES = [
@@ -70,7 +70,7 @@ def test_it_has_all_that_a_tokenizer_has(tmp_path: Path, monkeypatch: pytest.Mon
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
     chat = load_tokenizer("gpt2", str(template), system="Be short.").chat
-    assert chat and chat.prompt([{"role": "user", "content": "12?"}]).count(END_OF_TEXT) == 2
+    assert chat and chat.prompt(ask("12?")).count(END_OF_TEXT) == 2
     # and what is saved is a tokenizer's folder
     for number, chat_template in enumerate((None, str(template))):
         folder = tmp_path / str(number)
@@ -89,9 +89,7 @@ def test_without_a_network_it_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError))
     monkeypatch.delitem(registry.ENCODINGS, "gpt2", raising=False)
-    with pytest.raises(ConfigError) as error:
-        load_tokenizer("gpt2")
-    assert "\n" not in str(error.value)
+    assert "\n" not in refused(load_tokenizer, "gpt2")
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +30,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.operations = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
@@ -54,7 +55,7 @@ class Tape(TorchDispatchMode):
 
 def recorded() -> tuple[RoundGraphs, Counter[str]]:
     """Graphs by tapes, and what was done how often."""
-    done = Counter[str]()
+    done = Counter()
 
     def capture(round: Callable[[], object]) -> Callable[[], object]:
         with Tape() as tape:
@@ -70,6 +71,11 @@ def recorded() -> tuple[RoundGraphs, Counter[str]]:
     return RoundGraphs(capture), done
 
 
+def drafted(window: int) -> dict[str, Any]:
+    drafts = torch.arange(120).reshape(6, 20) % VOCAB
+    return {"drafts": drafts, "num_speculative_tokens": window - 1}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [1, 5])
 @pytest.mark.parametrize(
@@ -81,13 +87,10 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     prompts: Completions, shape: str, window: int, more: dict[str, Any]
 ) -> None:
     model = Transformer(SHAPES[shape], seed=2)
-    more = dict(more)
+    more = more | (drafted(window) if window > 1 else {})
     if more.pop("lora", 0):
         add_adapters(model, 2)
-    if window > 1:
-        more |= {"drafts": torch.arange(120).reshape(6, 20) % VOCAB}
-        more |= {"num_speculative_tokens": window - 1}
-    work, plain_work = Counter[str](), Counter[str]()
+    work, plain_work = Counter(), Counter()
     graphs, done = recorded()
     plain = sample(model, prompts, work=plain_work, **more)
     found = sample(model, prompts, work=work, graphs=graphs, **more)
@@ -95,7 +98,7 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     assert work["rounds"] == len(graphs.begun) + done["captured"] + done["replayed"]
     assert torch.equal(found.completion_ids, plain.completion_ids)
     assert torch.equal(found.completion_mask, plain.completion_mask)
-    torch.testing.assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
+    assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -115,13 +118,9 @@ def test_sizes_are_few_and_hold_what_they_are_for() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 5])
-def test_a_cuda_graph_picks_the_same_tokens(prompts: Completions, window: int) -> None:
+@pytest.mark.parametrize("more", [{}, drafted(5)], ids=["plain", "drafts"])
+def test_a_cuda_graph_picks_the_same_tokens(prompts: Completions, more: dict[str, Any]) -> None:
     model = Transformer(SHAPES["grouped-query"], seed=1).to("cuda")
-    more: dict[str, Any] = {}
-    if window > 1:
-        more = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB}
-        more |= {"num_speculative_tokens": window - 1}
     plain = sample(model, prompts, **more)
     found = sample(model, prompts, graphs=RoundGraphs(capturing()), **more)
     assert torch.equal(found.completion_ids, plain.completion_ids)
@@ -136,7 +135,7 @@ def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
 def test_what_fills_a_round_up_does_not_lengthen_the_completions() -> None:
     """It runs in every round of a long queue, further than any completion."""
     model, c = Transformer(SHAPES["gpt2"], seed=1), make_completions(0, prompts=30)
-    more: dict[str, Any] = {"stops": range(VOCAB // 3), "num_samples": 5, "prompts_at_once": 2}
+    more = {"stops": range(VOCAB // 3), "num_samples": 5, "prompts_at_once": 2}
     more |= {"max_new_tokens": 30, "u": torch.rand(30, 5, 30, generator=torch.manual_seed(0))}
     plain = generate(model, c.prompt_ids, c.prompt_len, **more)
     found = generate(model, c.prompt_ids, c.prompt_len, graphs=recorded()[0], **more)

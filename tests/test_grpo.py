@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 import grpo
 from minigrpo import losses
@@ -27,7 +28,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [5]]
 
 def in_rows(completions: Completions) -> tuple[Tensor, Tensor]:
     """The library's completions as grpo.py has them: `ids [B, T]` and `mask [B, T]`."""
-    ids, mask = list[Tensor](), list[Tensor]()
+    ids, mask = [], []
     for p, length in enumerate(completions.prompt_len.tolist()):
         prompt = completions.prompt_ids[p, :length]
         for tokens, kept in zip(
@@ -91,7 +92,7 @@ def test_the_gradient_is_the_librarys(
     scale = max(float(g.abs().max()) for g in gradient)
     assert scale > 1e-3
     for ours, parameter in zip(gradient, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-10 * scale)
+        assert_close(ours, parameter.grad, rtol=1e-10, atol=1e-10 * scale)
 
 
 def one_at_a_time(model: Transformer, prompt: list[int], u: Tensor | None, limit: int) -> list[int]:
@@ -133,7 +134,7 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_read_in_one_sitting_and_takes_little_from_the_library() -> None:
     assert len(SOURCE.splitlines()) <= 230
-    imported = set[str]()
+    imported = set()
     for node in ast.walk(ast.parse(SOURCE)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None

@@ -21,10 +21,10 @@ def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
 
 
 def test_halving_finds_every_number_by_the_fifth_guess() -> None:
-    counts = list[int]()
+    counts = []
     for secret in NUMBERS:
         low, high = 0, len(NUMBERS) - 1
-        guesses = list[str]()
+        guesses = []
         word = ""
         while word != "=":
             guess = (low + high) // 2

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -40,77 +39,38 @@ class Rubric:
 
 
 def within_itself(end: str) -> list[Any]:
-    found: list[Any] = [end]
+    found = [end]
     found.append({"again": found})
     return found
 
 
-MAKERS: list[Callable[[], Any]] = [
-    lambda: "a",
-    lambda: "b",
-    lambda: 1,
-    lambda: 1.5,
-    lambda: True,
-    lambda: None,
-    lambda: b"a",
-    lambda: 1 + 2j,
-    lambda: [1, 2],
-    lambda: [2, 1],
-    lambda: [[1], 2],
-    lambda: {"a": 1},
-    lambda: {"b": 1},
-    lambda: {1: "a"},
-    lambda: {(1, 2): "a"},
-    lambda: {(1, 2): "b"},
-    lambda: {(1, 2): {3}},
-    lambda: {1, 9, 17},
-    lambda: {1, 9},
-    lambda: frozenset({1, 9}),
-    lambda: {"a": [{"b": {1, 9}}]},
-    lambda: np.arange(6),
-    lambda: np.arange(6).reshape(2, 3),
-    lambda: np.arange(6, dtype=np.int16),
-    lambda: np.array([{1}, {2}], dtype=object),
-    lambda: torch.arange(6),
-    lambda: torch.arange(6).reshape(2, 3),
-    lambda: torch.arange(6).bfloat16(),
-    lambda: date(2020, 1, 1),
-    lambda: Decimal("1.50"),
-    lambda: Path("a"),
-    lambda: COLOURS.RED,
-    lambda: COLOURS.GREEN,
-    lambda: {*COLOURS},
-    lambda: re.compile("a+"),
-    lambda: re.compile("a*"),
-    lambda: Counter("aab"),
-    lambda: Point(1),
-    lambda: Point({1, 2}),
-    lambda: Rubric(["a"]),
-    lambda: Rubric({"a", "b"}),
-    lambda: partial(max, default=1),
-    lambda: partial(max, default=2),
-    lambda: within_itself("a"),
-    lambda: within_itself("b"),
-    lambda: Example("?", "1", fields={"a": {1}}),
-    lambda: Example("?", "1", fields={"a": {2}}),
-    lambda: cache(max),
-    lambda: len,
-    lambda: Rubric,
-    lambda: nn.BatchNorm1d(2),
-    lambda: nn.BatchNorm1d(3),
-]
+def values() -> list[Any]:
+    """Values that differ from one another, made anew."""
+    found = ["a", "b", 1, 1.5, True, None, b"a", 1 + 2j, COLOURS.RED, COLOURS.GREEN]
+    found += [{*COLOURS}, re.compile("a+"), re.compile("a*")]
+    found += [date(2020, 1, 1), Decimal("1.50"), Path("a"), Counter("aab"), len, cache(max)]
+    found += [[1, 2], [2, 1], [[1], 2], within_itself("a"), within_itself("b")]
+    found += [{"a": 1}, {"b": 1}, {1: "a"}, {(1, 2): "a"}, {(1, 2): "b"}, {(1, 2): {3}}]
+    found += [{1, 9, 17}, {1, 9}, frozenset({1, 9}), {"a": [{"b": {1, 9}}]}]
+    found += [np.arange(6), np.arange(6).reshape(2, 3), np.arange(6, dtype=np.int16)]
+    found += [np.array([{1}, {2}], dtype=object), nn.BatchNorm1d(2), nn.BatchNorm1d(3)]
+    found += [torch.arange(6), torch.arange(6).reshape(2, 3), torch.arange(6).bfloat16()]
+    found += [Point(1), Point({1, 2}), Rubric, Rubric(["a"]), Rubric({"a", "b"})]
+    found += [partial(max, default=1), partial(max, default=2)]
+    found += [Example("?", "1", fields={"a": {1}}), Example("?", "1", fields={"a": {2}})]
+    return found
 
 
 def test_values_have_one_digest_each_time_they_are_made_and_differ_from_others() -> None:
-    digests = [digest(make()) for make in MAKERS]
-    assert digests == [digest(make()) for make in MAKERS]
-    assert len({*digests}) == len(MAKERS)
-    assert not any(contents_of(make()).unread for make in MAKERS)
-    assert len({digest([make()]) for make in MAKERS}) == len(MAKERS)
+    digests = [*map(digest, values())]
+    assert digests == [*map(digest, values())]
+    assert len({*digests}) == len(digests)
+    assert not any(contents_of(value).unread for value in values())
+    assert len({digest([value]) for value in values()}) == len(digests)
 
 
 def test_the_order_of_sets_and_keys_and_the_place_of_a_row_say_nothing() -> None:
-    first, second = set[int](), set[int]()
+    first, second = set(), set()
     for number in (8, 0, 16):
         first.add(number)
         second.add(16 - number)
@@ -148,6 +108,7 @@ closure = made(2)
 judge = Judge(5)
 method = judge.clean
 """
+NAMES = ("scored", "closure", "judge", "method")
 EDITS = [
     ("LIMIT = 3", "LIMIT = 4", {"scored"}),
     ("> LIMIT", ">= LIMIT", {"scored"}),
@@ -169,12 +130,9 @@ def run(source: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("old", "new", "changed"), EDITS)
-def test_code_is_what_a_function_does_with_what_it_uses(
-    old: str, new: str, changed: set[str]
-) -> None:
+def test_code_is_what_functions_do_and_use(old: str, new: str, changed: set[str]) -> None:
     before, after = run(SCRIPT), run(SCRIPT.replace(old, new))
-    names = ("scored", "closure", "judge", "method")
-    assert {name for name in names if digest(before[name]) != digest(after[name])} == changed
+    assert {name for name in NAMES if digest(before[name]) != digest(after[name])} == changed
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_is_compared() -> None:
@@ -187,25 +145,20 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_compared() -> None:
 
 PROGRAM = """
 import tests.test_identity as t
-names = ("scored", "closure", "judge", "method")
-script = t.run(t.SCRIPT)
-print([t.digest(make()) for make in t.MAKERS], [t.digest(script[name]) for name in names])
+print(*t.all_digests(), sep="\\n")
 """
 
 
-def test_other_processes_find_the_same_digests() -> None:
-    """Their sets have other orders, and their objects other addresses."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-        )
-        for seed in ("1", "2")
-    ]
-    first, second = (process.communicate()[0] for process in started)
-    assert first == second and len(first) > 500
+def all_digests() -> list[str]:
+    script = run(SCRIPT)
+    return [*map(digest, values()), *(digest(script[name]) for name in NAMES)]
+
+
+def test_another_process_finds_the_same_digests() -> None:
+    """Its sets have another order, and its objects other addresses."""
+    command, env = [sys.executable, "-c", PROGRAM], {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == all_digests()
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -229,9 +182,7 @@ def test_a_checksum_sees_one_bit_and_not_where_weights_lie(dtype: torch.dtype) -
     others[2]["b"] = others[2]["b"].reshape(128, 4)
     others[3]["renamed"] = others[3].pop("c")
     assert len({found, *map(checksum, others)}) == 5
-
-
-def test_a_checksum_of_nf4_sees_a_code() -> None:
+    # and one code of NF4
     stored = to_nf4(torch.randn(8, 128))
     before = checksum({"w": stored})
     stored[3, 1, 5] += 1

@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 # loss -> its settings; "off-policy": with old log-probs that differ from the policy's;
 # "teacher_coef": with the log-probs of a teacher
-LOSSES: dict[str, dict[str, Any]] = {
+LOSSES = {
     "grpo": {"kl_coef": 0.1, "temperature": 0.8, "off-policy": True},
     "dr_grpo": {"kl_coef": 0.1, "kl": "k2", "temperature": 0.7, "entropy_coef": 0.1},
     "dapo": {"kl_coef": 0.1, "kl": "k3_is", "off-policy": True, "teacher_coef": 0.5},
@@ -319,7 +319,7 @@ def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weig
 
 def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:
     """The first of them has ratio 1, so its gradient is that of a single step."""
-    way, steps = Way("maxrl"), list[list[Tensor]]()
+    way, steps = Way("maxrl"), []
     model = make_model(way)
     learner = make_learner(way, model, num_iterations=3, learning_rate=0.1, warmup_steps=0)
     step = learner.optimizer.step

@@ -31,12 +31,13 @@ from . import tiny
 from .test_compare import write_run
 from .test_report import held_out, sample
 from .test_tools import call
+from .tiny import ask
 
 ODD_TEXTS = (
     *(b"", b"\x00", b"\xff\xfe", b"\\ud800", b"\n"),
     *(b"[", b"{", b'"', b"nan", b"-1", b"1e999"),
 )
-ODD_VALUES: tuple[Any, ...] = (
+ODD_VALUES = (
     *(None, True, -1, 0, 1, 2**70, -0.5, 1e308, float("nan"), float("inf")),
     *("", "x", "\x1b[2J", "\u202e", "0", [], [None], [[1]], {}, {"a": {}}),
 )
@@ -88,9 +89,7 @@ def read_settings(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    chats = [
-        {"messages": [{"role": "user", "content": f"ask {i}"}], "answer": "b"} for i in range(9)
-    ]
+    chats = [{"messages": ask(f"ask {i}"), "answer": "b"} for i in range(9)]
     rows = [{"prompt": f"ask {i}", "answer": "b", "kind": "c", "extra": [1]} for i in range(40)]
     tiny.write_jsonl(folder / "a.jsonl", rows + chats)
 
@@ -123,7 +122,7 @@ def read_the_run(folder: Path) -> None:
 
 
 Read = Callable[[Path], Any]
-INPUTS: dict[str, tuple[Read, str, Read]] = {
+INPUTS = {
     "settings": (make_settings, "a.toml", read_settings),
     "data": (make_data, "a.jsonl", read_data),
     "config.json": (tiny.tiny_chat_model, "config.json", read_model),

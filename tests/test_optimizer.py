@@ -1,7 +1,6 @@
 """AdamW's groups, its schedule, and the variant that keeps moments in host memory."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from minigrpo.runtime.optimizer import (
     make_optimizer,
 )
 
-OPTIONS: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "fused_optimizer": False}
+OPTIONS = {"learning_rate": 0.01, "weight_decay": 0.1, "fused_optimizer": False}
 
 
 def model(device: str = "cpu") -> nn.Sequential:

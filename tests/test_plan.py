@@ -27,7 +27,7 @@ GQA = ModelShape(
 )
 GEMMA3 = replace(GQA, family="gemma3_text", layers=4, window=20, full_every=4, tied=True)
 OLMO2 = replace(GQA, family="olmo2")
-QWEN: dict[str, Any] = {"family": "qwen2", "mlp_width": 18_944, "kv_heads": 4, "tied": False}
+QWEN = {"family": "qwen2", "mlp_width": 18_944, "kv_heads": 4, "tied": False}
 QWEN_7B = ModelShape(152_064, context=131_072, layers=28, width=3_584, heads=28, **QWEN)
 
 

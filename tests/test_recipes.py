@@ -56,7 +56,7 @@ def test_the_format_is_paid_and_the_judge_is_asked(train: Any) -> None:
             self.send_response(200), self.end_headers()
             self.wfile.write(b'{"choices": [{"message": {"content": "Grade: 7."}}]}')
 
-    asked, judge = list[bytes](), run_blocks("def ask")[0]
+    asked, judge = [], run_blocks("def ask")[0]
     with ThreadingHTTPServer(("localhost", 0), Server) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         judge["URL"] = f"http://localhost:{server.server_port}"

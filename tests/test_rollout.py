@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from minigrpo.advantages import advantages, overlong_punishment, shuffled
 from minigrpo.metrics import rollout_metrics
@@ -44,7 +45,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     lengths = keep.completions.completion_mask.sum(-1)
     total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12)
     centred = total - total.mean(1, keepdim=True)
-    torch.testing.assert_close(punish.advantages, centred, check_dtype=False)
+    assert_close(punish.advantages, centred, check_dtype=False)
     clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
     assert clipped.mean() == pytest.approx(1 - float(ended.double().mean()))
 
@@ -71,7 +72,7 @@ def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
     """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
-    options: dict[str, Any] = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
+    options = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
     c, learner = batch.completions, trainer.learner
@@ -80,7 +81,7 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     mask = c.completion_mask
     kept = c.log_kept_mass.exp()[mask]
     assert kept.mean() < 0.5
-    torch.testing.assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+    assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
 
 
 def test_the_same_prompts_are_sampled_anew_in_each_step_and_with_each_seed(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
 def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make_trainer(tmp_path / "plain").source.batch(0)
     trainer = make_trainer(tmp_path / "resampled", dynamic_sampling=2)
-    asked: list[int] = []
+    asked = []
     score = trainer.scorer.score
 
     def doctored(examples: Any, *others: Any) -> RewardTable:
@@ -163,4 +164,4 @@ def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) 
         centred = part - part.mean(-1, keepdim=True)
         total += weight * centred / (part.std(-1, keepdim=True) + 1e-4)
     expected = (total - total.mean(-1, keepdim=True)) / (total.std() + 1e-4)
-    torch.testing.assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)
+    assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)

@@ -1,7 +1,7 @@
 """Sampling: every token is that of a loop without cache, batch or drafts, which is written here."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from minigrpo import Config
 from minigrpo.config import SamplingConfig
@@ -38,7 +39,7 @@ LENGTH = 12
 
 
 def generate(model: Transformer, ids: Tensor, *args: Any, **options: Any) -> Completions:
-    plain: Any = {"u": None, "drafts": None, "answers": None, "sampling": sampling.PLAIN}
+    plain = {"u": None, "drafts": None, "answers": None, "sampling": sampling.PLAIN}
     plain |= {"num_samples": 1, "num_speculative_tokens": 4, "work": Counter()}
     options["prompts_at_once"] = options.get("prompts_at_once") or len(ids)  # 0: all
     return Generation(model, ids, *args, **plain | options).run()
@@ -61,7 +62,7 @@ def naive_completion(
     model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: SamplingConfig
 ) -> list[tuple[int, float, float]]:
     """Token, log-prob and log of the kept mass at each position, one forward per token."""
-    found: list[tuple[int, float, float]] = []
+    found = []
     while len(found) < LENGTH and not (found and found[-1][0] in stops):
         ids = prompt + [token for token, _, _ in found]
         p = (model.logits(torch.tensor([ids]))[0, -1] / params.temperature).softmax(-1)
@@ -162,14 +163,14 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
     model = Transformer(SHAPES["grouped-query"], seed=1).to(device)
     prompts = make_completions(0, prompts=6)
     u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH))
-    options: dict[str, Any] = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3, "u": u}
+    options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3, "u": u}
     params = SamplingConfig(temperature=0.8, top_k=6)
     ids, lengths = prompts.prompt_ids, prompts.prompt_len
     sampled = generate(model, ids, lengths, sampling=params, prompts_at_once=4, **options)
     for pack in PACKINGS.values():
         packing = pack(sampled.to("cpu"), device)
         logp, _ = model(packing, 0.8)
-        torch.testing.assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
+        assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
     kept = sampled.log_kept_mass[sampled.completion_mask]
     assert -3 < kept.min() < kept.max() < 0
 
@@ -236,7 +237,7 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     with torch.no_grad():
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
-    others: Any = {"autocast": nullcontext, "warn": print, "speculate": speculate}
+    others = {"autocast": nullcontext, "warn": print, "speculate": speculate}
     return Sampler(Config.of(**settings), model, Letters(), **others)
 
 
@@ -273,7 +274,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
 
     def completed(answers: Sequence[str], stop: list[str]) -> Completions:
         config = Config.of(max_new_tokens=size, stop=stop)
-        options: Any = {"autocast": nullcontext, "warn": print, "speculate": drafts}
+        options = {"autocast": nullcontext, "warn": print, "speculate": drafts}
         sampler = Sampler(config, model, tokenizer, **options)
         examples = [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)]
         options = {"num_samples": 3, "u": u, "sampling": sampling.PLAIN, "batch_size": 4}
@@ -286,7 +287,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
     stop = [piece for text in texts[::5] if "\ufffd" not in (piece := text[12:15])]
     cut = completed([tokenizer.decode(row) for row in rows[::3]], stop)
     ended = cut.ended(tokenizer.stops).flatten().tolist()
-    lengths = list[int]()
+    lengths = []
     for row, ids, mask, is_ended in zip(rows, *rows_of(cut), ended, strict=True):
         shown = [tokenizer.text_of([*before, *row[: k + 1]])[1:] for k in range(len(row))]
         stops = [k + 1 for k, text in enumerate(shown) if any(map(text.__contains__, stop))]
@@ -296,7 +297,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
     assert min(lengths) < size and max(lengths) == size and stop
     width = cut.completion_ids.shape[-1]
     logp = torch.where(cut.completion_mask, whole.sampler_logp[..., :width], 0)
-    torch.testing.assert_close(cut.sampler_logp, logp, rtol=0, atol=1e-5)
+    assert_close(cut.sampler_logp, logp, rtol=0, atol=1e-5)
 
 
 def rows_of(completions: Completions) -> tuple[Tensor, Tensor]:
@@ -306,7 +307,7 @@ def rows_of(completions: Completions) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_out_of_memory_changes_no_token(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     whole = completed(make_sampler())
-    prefill, sizes = Decoder.prefill, list[int]()
+    prefill, sizes = Decoder.prefill, []
 
     def small(self: Decoder, ids: Tensor, *args: Any) -> Tensor:
         sizes.append(len(ids))
@@ -327,7 +328,7 @@ def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.Monke
     model = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2))
     generation = Mock(wraps=Generation)
     monkeypatch.setattr(sampler_module, "Generation", generation)
-    autocast: list[Callable[[], Any]] = [lambda: torch.autocast("cpu", torch.bfloat16)]
+    autocast = [lambda: torch.autocast("cpu", torch.bfloat16)]
     config = Config.of(max_new_tokens=LENGTH, use_amp=True)
     sampler = Sampler(config, model, Letters(), autocast=lambda: autocast[-1](), warn=print)
     completed(sampler)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from minigrpo.sandbox import client, run_tests
 from minigrpo.sandbox.worker import frame, receive
 
-from .tiny import wait_until
+from .tiny import descendants, wait_until
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
@@ -195,22 +194,12 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     client._idle.clear()
 
 
-def children(pid: int) -> list[int]:
-    """The processes whose parent a process is."""
-    pids = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                pids.append(int(name))
-    return pids
-
-
 def program_of(worker: client.Worker) -> int:
     """The one process of a worker, when the last program has been ended."""
-    pids = list[int]()
+    pids = []
 
     def only_one_is_there() -> bool:
-        pids[:] = children(worker.process.pid)
+        pids[:] = descendants(worker.process.pid)
         return len(pids) == 1
 
     wait_until(only_one_is_there, seconds=20)
@@ -237,21 +226,28 @@ def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
     assert [path.name for path in outside.iterdir()] == ["kept"]
 
 
-def test_hostile_code_fails_and_leaves_nothing(tmp_path: Path) -> None:
-    for code in HOSTILE.values():
-        check_hostile(code, tmp_path, timeout_s=5.0)
+@pytest.mark.parametrize(
+    ("codes", "timeout_s"), [(HOSTILE, 5.0), pytest.param(ENDLESS, 0.3, marks=pytest.mark.slow)]
+)
+def test_hostile_code_fails_and_leaves_nothing(
+    codes: dict[str, str], timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WALL_EXTRA_S", timeout_s)
+    for code in codes.values():
+        check_hostile(code, tmp_path, timeout_s=timeout_s)
+
+
+def in_another_interpreter(statements: str) -> str:
+    return IN_ANOTHER_INTERPRETER.replace("STATEMENTS", repr(statements))
 
 
 def test_the_kernel_stops_what_passes_the_hook(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as gaps:
         warnings.simplefilter("always")
-        assert (
-            run_tests(IN_ANOTHER_INTERPRETER.replace("STATEMENTS", "''"), TESTS[:2]) == [True] * 2
-        )
+        assert run_tests(in_another_interpreter(""), TESTS[:2]) == [True, True]
     if gaps:
         pytest.skip(str(gaps[0].message))
-    hidden = [IN_ANOTHER_INTERPRETER.replace("STATEMENTS", repr(x)) for x in PAST_THE_HOOK.values()]
-    for code in (*hidden, *IN_C):
+    for code in (*map(in_another_interpreter, PAST_THE_HOOK.values()), *IN_C):
         check_hostile(code, tmp_path, timeout_s=5.0)
         assert not SHARED.exists()
 
@@ -280,13 +276,6 @@ def test_code_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
     late = "def f(x):\n    while x > 1: pass\n    return x + 1"
     assert run_tests(late, TESTS[:2], timeout_s=0.3) == [True, False]
-
-
-@pytest.mark.slow
-def test_endless_code_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "WALL_EXTRA_S", 0.5)
-    for code in ENDLESS.values():
-        check_hostile(code, tmp_path, timeout_s=0.3)
 
 
 def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
@@ -371,16 +360,14 @@ def test_a_program_cannot_change_what_it_is_compared_with() -> None:
     assert run_tests(code, [test]) == [False]
 
 
-def test_what_a_test_prints_is_no_verdict() -> None:
+def test_what_a_test_prints_or_raises_is_no_verdict() -> None:
     for test in (
         "print('x' * 200_000, flush=True)",  # more than a pipe holds
         "import os; os.close(0); os.close(1); os.close(2)",
     ):
         assert run_tests(RIGHT, [test, "assert f(1) == 3"]) == [True, False]
         assert run_tests(RIGHT, ["assert f(1) == 2"], setup=test) == [True]
-
-
-def test_a_test_that_is_not_python_or_raises_fails_alone() -> None:
+    # nor are those of other tests, if one is not Python or raises
     tests = ["assert f(", "assert f(1) < None", "assert g(1) == 2", "assert f(1) == 2"]
     assert run_tests(RIGHT, tests) == [False, False, False, True]
     assert run_tests(RIGHT, TESTS[:1], setup="1 / 0") == [False]
@@ -463,7 +450,7 @@ client.run_tests('while True: pass', ['assert False'], timeout_s=100)
     command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
     pid = int(trainer.stdout.readline())
-    everyone = [pid, *children(pid)]
+    everyone = [pid, *descendants(pid)]
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     trainer.stdout.close()

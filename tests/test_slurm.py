@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .tiny import TINY, flags, tiny_chess_model, wait_until
+from .tiny import TINY, flags, read_json, tiny_chess_model, wait_until
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
@@ -52,7 +52,7 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
     model = tiny_chess_model(Path(env["SLURM_TEST"]) / "model")
     settings = {**TINY, "model": model, "device": "cpu", "reward_weights": "similarity=1"}
     words = ["bash", str(SCRIPT), *flags({**settings, **changes})]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
@@ -64,14 +64,14 @@ def test_a_signal_requeues_and_the_next_part_goes_on(slurm: dict[str, str], tmp_
     job.send_signal(signal.SIGUSR1)
     output = job.communicate(timeout=120)[0]
     assert job.returncode == 0, output
-    summary = json.loads((out / "summary.json").read_text())
+    summary = read_json(out / "summary.json")
     assert (summary["status"], summary["exit_reason"]) == ("stopped", "SIGUSR1")
     assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
     stop = summary["step"] + 2
     again = {**slurm, "SLURM_RESTART_COUNT": "1"}
     job = submit(again, max_steps=100_000, stop_after=stop)
     output = job.communicate(timeout=120)[0]
-    assert json.loads((out / "summary.json").read_text())["step"] == stop, output
+    assert read_json(out / "summary.json")["step"] == stop, output
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, stop + 1))
 

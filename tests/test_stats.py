@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -50,13 +49,18 @@ def test_rollout_metrics_by_hand() -> None:
     assert DistContext().combine(rollout_metrics(batch, [EOS])) == pytest.approx(expected)
 
 
-def test_wilson_has_published_values() -> None:
+def test_wilson_and_students_t_have_published_values() -> None:
     for share, n, *ends in ((0.5, 10, 0.2366, 0.7634), (0, 20, 0, 0.1611), (1, 20, 0.8389, 1)):
         found = stats.wilson(share, n)
         assert [found.low, found.high] == pytest.approx(ends, abs=1e-4)
+    for n, t in ((3, 4.303), (4, 3.182), (6, 2.571), (30, 2.045)):
+        values = np.random.default_rng(0).normal(size=n)
+        half = t * values.std(ddof=1) / math.sqrt(n)
+        ends = (values.mean() - half, values.mean() + half)
+        assert stats.students_t(values)[1:] == pytest.approx(ends, abs=0.01 * half)
 
 
-DRAWS: dict[str, Callable[[np.random.Generator], tuple[np.ndarray, float]]] = {
+DRAWS = {
     "shares": lambda rng: ((rng.random((60, 1)) < 0.3).astype(float), 0.3),
     "means of several": lambda rng: (rng.beta(0.5, 0.5, (60, 1)) * np.ones(4), 0.5),
     "skewed": lambda rng: (rng.exponential(2.0, (100, 1)), 2.0),
@@ -82,14 +86,6 @@ def test_an_estimate_leaves_out_what_is_not_known() -> None:
     assert math.isnan(stats.students_t(np.ones(1)).low)
 
 
-def test_students_t_has_published_values() -> None:
-    for n, t in ((3, 4.303), (4, 3.182), (6, 2.571), (30, 2.045)):
-        values = np.random.default_rng(0).normal(size=n)
-        half = t * values.std(ddof=1) / math.sqrt(n)
-        ends = (values.mean() - half, values.mean() + half)
-        assert stats.students_t(values)[1:] == pytest.approx(ends, abs=0.01 * half)
-
-
 def test_pass_at_k_is_the_share_of_samples_of_k_with_a_right_one() -> None:
     for n, k in itertools.product(range(1, 7), range(1, 7)):
         for right in range(n + 1):
@@ -100,9 +96,7 @@ def test_pass_at_k_is_the_share_of_samples_of_k_with_a_right_one() -> None:
     for n, right, k in ((4, 5, 1), (4, 2, -1), (4, 2, 5)):
         with pytest.raises((ValueError, ZeroDivisionError)):
             stats.pass_at_k(n, right, k)
-
-
-def test_passes_have_powers_of_two_and_all_samples() -> None:
+    # of powers of two and of all samples
     right = np.array([[1, 0, 0, 0, 0, 0], [0] * 6, [np.nan] * 6])
     found = stats.passes(right)
     assert [*found] == ["pass@1", "pass@2", "pass@4", "pass@6"]
@@ -123,7 +117,7 @@ def test_each_measure_of_calibration_is_its_formula(answers: list[tuple[float, i
     confidence, correct = (list(column) for column in zip(*answers, strict=True))
     n, found = len(answers), stats.calibration(confidence, correct)
     assert found["brier"] == pytest.approx(sum((q - c) ** 2 for q, c in answers) / n)
-    bins: dict[int, list[tuple[float, int]]] = {}
+    bins = {}
     for q, c in answers:
         bins.setdefault(min(round(q * 10), 9), []).append((q, c))
     gaps = (abs(sum(q for q, _ in one) - sum(c for _, c in one)) for one in bins.values())
@@ -133,18 +127,13 @@ def test_each_measure_of_calibration_is_its_formula(answers: list[tuple[float, i
     assert found.get("auroc") == (pytest.approx(wins / len(pairs)) if pairs else None)
 
 
-def test_an_edge_belongs_to_the_bin_above_it_in_float32_too() -> None:
+def test_an_edge_of_calibration_belongs_to_the_bin_above_and_other_values_are_refused() -> None:
     edges = np.arange(11, dtype=np.float32) / np.float32(10)
     # one answer per bin, but for the last, which has two: all gaps have the same sign
     assert stats.calibration(edges, np.zeros(11))["ece"] == pytest.approx(0.5)
     mixed = stats.calibration(np.float32([0.7, 0.75]), [1, 0])  # one bin: gaps of -0.3 and 0.75
     assert mixed["ece"] == pytest.approx(0.225)
-
-
-@pytest.mark.parametrize(
-    ("confidence", "correct"),
-    [([], []), ([0.5], [1, 0]), ([1.5], [1]), ([math.nan], [1]), ([0.5], [0.5])],
-)
-def test_other_values_are_refused(confidence: list[float], correct: list[float]) -> None:
-    with pytest.raises(ValueError):
-        stats.calibration(confidence, correct)
+    others = [([], []), ([0.5], [1, 0]), ([1.5], [1]), ([math.nan], [1]), ([0.5], [0.5])]
+    for confidence, correct in others:
+        with pytest.raises(ValueError):
+            stats.calibration(confidence, correct)

@@ -16,7 +16,7 @@ from minigrpo.task import Task
 from minigrpo.tasks.base import class_of, load_task, shipped_model
 from minigrpo.types import ConfigError, Example
 
-from .tiny import golden
+from .tiny import ask, golden, refused
 
 ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
@@ -37,7 +37,7 @@ class Capitals(Task):
         self.seed, self.city, self.others = seed, city, others
 
     def train(self, number: int) -> Example:
-        messages = [{"role": "user", "content": "France?"}]
+        messages = ask("France?")
         return Example("", self.city, messages=messages)
 
     held_out = train
@@ -101,8 +101,7 @@ def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
         if row.shipped:
             assert read_model(shipped_model(name))[0].vocab_size == 360
         else:
-            with pytest.raises(ConfigError):
-                shipped_model(name)
+            refused(shipped_model, name)
         config.Config.of(task=name)  # its settings exist
     assert shipped_model("my.py") == shipped_model("chess-env")
 
@@ -113,13 +112,13 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
             super().__init__(7, city)
             self.size = int(size)
 
-    made: Any = load_task(Narrow, seed=3, args={"size": "12"})
+    made = load_task(Narrow, seed=3, args={"size": "12"})
     own = made.source
     assert (own.seed, own.city, own.size) == (7, "Oslo", 12)
-    every: Any = load_task(Capitals, seed=3, data=SUMS, args={"city": "Rome", "other": 1})
+    every = load_task(Capitals, seed=3, data=SUMS, args={"city": "Rome", "other": 1})
     own = every.source
     assert (own.city, own.others) == ("Rome", {"other": 1, "data": [Path(SUMS)]})
-    wrong: list[tuple[Any, dict[str, Any]]] = [
+    wrong = [
         (Narrow, {"args": {"number": "3"}}),
         (Narrow, {"args": {"size": "many"}}),
         (Narrow, {"eval_data": SUMS}),
@@ -128,8 +127,7 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
         (Capitals(0), {"args": {"student": "x"}}),
     ]
     for task, changes in wrong:
-        with pytest.raises(ConfigError):
-            load_task(task, seed=0, **changes)
+        refused(load_task, task, seed=0, **changes)
 
 
 @pytest.mark.parametrize("make", [lambda: Capitals, lambda: Capitals(3)], ids=["class", "object"])

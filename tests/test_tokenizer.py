@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from minigrpo.model.encoding import (
     token_texts,
 )
 from minigrpo.model.tokenizer import FILES, Tokenizer, load_tokenizer
-from minigrpo.types import ConfigError, Example
+from minigrpo.types import Example
 
 from . import tiny
+from .tiny import read_json, refused
 
 TEXTS = [
     "A: 8/2b1k3 w Kq e3 0 12+e7e8q+",
@@ -135,13 +137,13 @@ def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
 def change(folder: Path, **values: Any) -> Tokenizer:
     """The tokenizer of a folder after a change of its tokenizer.json."""
     file = folder / "tokenizer.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    file.write_text(json.dumps({**read_json(file), **values}))
     return load_tokenizer(str(folder))
 
 
 def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
     plain = load(tmp_path)
-    entries = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    entries = read_json(tmp_path / "tokenizer.json")["added_tokens"]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": plain.special[END]}))
     tokenizer = change(tmp_path, added_tokens=[{**entry, "special": False} for entry in entries])
     assert set(tokenizer.special) == {END, TEXT_END}
@@ -153,33 +155,25 @@ SWALLOWS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": T
 SPACED = f"a \n{START} b \n{END} \nc {TEXT_END} \n"
 
 
+@pytest.mark.parametrize("peer", [False, pytest.param(True, marks=pytest.mark.peer)])
 @pytest.mark.parametrize("in_config", [False, True])
 @pytest.mark.parametrize("flags", SWALLOWS)
 def test_special_tokens_swallow_white_space(
-    tmp_path: Path, flags: dict[str, bool], in_config: bool
+    tmp_path: Path, flags: dict[str, bool], in_config: bool, peer: bool
 ) -> None:
     """Also those that the settings name; tokenizer_config.json counts above tokenizer.json."""
     folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "a"), in_config, **flags)
     found = load_tokenizer(str(folder)).encode(SPACED, special=True)
+    if peer:
+        from transformers import PreTrainedTokenizerFast
+
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert found == theirs.encode(SPACED, add_special_tokens=False)
     plain = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "b"), **flags)
     engine = tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json"))
     assert found == engine.encode(SPACED, add_special_tokens=False).ids
     text = engine.decode(found, skip_special_tokens=False)
     assert len(SPACED) - len(text) == 5 * sum(flags.values())
-
-
-@pytest.mark.peer
-@pytest.mark.parametrize("in_config", [False, True])
-@pytest.mark.parametrize("flags", SWALLOWS)
-def test_they_swallow_what_they_do_in_transformers(
-    tmp_path: Path, flags: dict[str, bool], in_config: bool
-) -> None:
-    import transformers
-
-    tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), in_config, **flags)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    ours = load_tokenizer(str(tmp_path))
-    assert ours.encode(SPACED, special=True) == theirs.encode(SPACED, add_special_tokens=False)
 
 
 def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:
@@ -193,9 +187,9 @@ def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> Non
 def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path: Path) -> None:
     """A teacher needs the same ids alone: the vocabulary."""
     first = load(tmp_path / "a")
-    tokenizer = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    tokenizer = read_json(tmp_path / "a" / "tokenizer.json")
     merges = [*tokenizer["model"]["merges"]]
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"model": {**tokenizer["model"], "merges": merges[1:] + merges[:1]}},
         {"normalizer": None},
         {"added_tokens": [{**x, "rstrip": True} for x in tokenizer["added_tokens"]]},
@@ -223,8 +217,7 @@ def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
     no_end["added_tokens"][0]["content"] = "<|other|>"
     for damaged in (json.dumps(hole), json.dumps(no_end), whole[:1000]):
         file.write_text(damaged)
-        with pytest.raises(ConfigError):
-            load_tokenizer(str(tmp_path))
+        refused(load_tokenizer, str(tmp_path))
 
 
 ASKED = ({"role": "user", "content": "12?"},)
@@ -250,13 +243,15 @@ def test_prompt_and_answer_are_encoded_separately(tmp_path: Path) -> None:
         (Example("abcdefghi", ""), 9),
         (Example("abcd", "efgh"), 8),
         (Example("12?", "a", messages=ASKED), 99),  # no chat template
+        (Example("a\ud83d", "b"), 99),  # half a character
+        (Example("a", "b\ud83d"), 99),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(example: Example, context: int) -> None:
     tokenizer = load_tokenizer("chess")
     assert len(encode_pairs(tokenizer, [Example("abcd", "efgh")], 9)) == 1
-    with pytest.raises(ConfigError):
-        encode_pairs(tokenizer, [Example("a", "b"), example], context)
+    asked = [Example("a", "b"), replace(example, index=7)]
+    assert "example 7" in refused(encode_pairs, tokenizer, asked, context)
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
@@ -264,24 +259,14 @@ def test_a_text_that_no_model_has_room_for_is_not_encoded(
     template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load(tmp_path, template=template)
-    encoded = list[str]()
+    encoded = []
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: encoded.append(text))
     text = "a" * 200_000
     messages = ({"role": "user", "content": text},) if template else ()
     prompt, answer = Example(text, "b", messages=messages), Example("a", text)
-    with pytest.raises(ConfigError):
-        encode_prompts(tokenizer, [prompt], 500)
-    with pytest.raises(ConfigError):
-        encode_pairs(tokenizer, [answer], 500)
+    refused(encode_prompts, tokenizer, [prompt], 500)
+    refused(encode_pairs, tokenizer, [answer], 500)
     assert not encoded
-
-
-def test_half_a_character_is_refused_with_its_example(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path)
-    for example in (Example("a\ud83d", "b", index=7), Example("a", "b\ud83d", index=7)):
-        with pytest.raises(ConfigError) as error:
-            encode_pairs(tokenizer, [example], 500)
-        assert "example 7" in str(error.value)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -291,5 +276,4 @@ def test_a_prompt_passes_the_check_if_its_tokens_have_room(family: str, tmp_path
         example = Example(text)
         number = len(encode_prompt(tokenizer, example))
         check_prompt(tokenizer, example, number)
-        with pytest.raises(ConfigError):
-            check_prompt(tokenizer, example, number - 1)
+        refused(check_prompt, tokenizer, example, number - 1)

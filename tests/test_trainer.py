@@ -1,6 +1,5 @@
 """Whole tiny runs: what they leave behind, what changes them, and what is refused before work."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.evaluate import measure
@@ -21,7 +21,7 @@ from minigrpo.types import ConfigError
 
 from .steps import bits
 from .steps import tiny_trainer as make
-from .tiny import tiny_chess_model
+from .tiny import read_json, refused, tiny_chess_model
 
 SUMS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
@@ -58,11 +58,11 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     assert evaluation.keys() >= {"step", "n", "exact", "exact_sampled", "similarity", "reward"}
     sample = read_jsonl(run / "samples.jsonl")[0]
     assert sample.keys() >= {"step", "prompt", "completion", "truth", "parts", "reward"}
-    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert read_json(run / "summary.json")["status"] == "finished"
     assert Config.from_toml(run / "config.toml") == trainer.config.replace(out_dir="")
     again = Transformer.from_pretrained(run / "model.safetensors")
     ids = torch.randint(0, 300, (2, 9))
-    torch.testing.assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
+    assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
 
 
 def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
     assert log_ratio.abs().min() > 0
     centred = penalised - penalised.mean(1, keepdim=True)
-    torch.testing.assert_close(batch.advantages, centred.float())
+    assert_close(batch.advantages, centred.float())
     with torch.no_grad():  # a KL that is not finite must reach the guard, which skips the step
         trainer.reference.model.wte.weight.fill_(torch.nan)
     batch = trainer.source.batch(0)
@@ -110,10 +110,10 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
     other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
     exits = (
-        "import minigrpo, sys\nclass Exits(minigrpo.Task):\n    def __init__(self): sys.exit(0)\n"
+        "import minigrpo\nclass A(minigrpo.Task):\n    def __init__(self): raise SystemExit(0)\n"
     )
     (tmp_path / "exits.py").write_text(exits)
-    cases: list[dict[str, Any]] = [
+    cases = [
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
         {"model": str(tmp_path / "nowhere")},
@@ -134,7 +134,8 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
 
 
 def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
-    whole, stepped = train(tmp_path / "whole"), make(tmp_path / "stepped")
+    """With evaluations or without, which change nothing but what is known."""
+    whole, stepped = train(tmp_path / "whole"), make(tmp_path / "stepped", eval_every=0)
     names = {"config.toml", "metrics.jsonl", "tensorboard"}
     assert not names & {path.name for path in (tmp_path / "stepped").iterdir()}
     metrics = [stepped.one_step() for _ in range(2)]
@@ -143,11 +144,6 @@ def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
     logged = read_jsonl(tmp_path / "stepped" / "metrics.jsonl")
     assert [x["step"] for x in logged] == [1, 2, 3, 4]
     assert [x["loss"] for x in logged[:2]] == [x["loss"] for x in metrics]
-
-
-def test_evaluating_changes_nothing_but_what_is_known(tmp_path: Path) -> None:
-    often, never = train(tmp_path / "often", eval_every=1), train(tmp_path / "never", eval_every=0)
-    assert bits(often) == bits(never)
 
 
 @pytest.mark.slow
@@ -188,7 +184,7 @@ def test_adapters_beside_nf4_are_resumed_and_exported(tmp_path: Path, use_amp: b
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     ids = torch.randint(0, 300, (2, 9))
     found = Transformer.from_pretrained(tmp_path / "out").logits(ids)
-    torch.testing.assert_close(found, again.model.logits(ids), rtol=1e-4, atol=1e-5)
+    assert_close(found, again.model.logits(ids), rtol=1e-4, atol=1e-5)
 
     # `evaluate` and `sample` hold what was trained, in as little memory, and find its last figures
     arguments = ModelArguments(run=str(tmp_path / "run"))
@@ -213,11 +209,11 @@ def test_adapters_of_peft_are_trained_on_from_where_they_are(tmp_path: Path) -> 
     assert whole.evaluations[0] == read_jsonl(tmp_path / "first" / "eval.jsonl")[-1] | {"step": 0}
     train(tmp_path / "run", **settings, stop_after=2)
     assert bits(train(tmp_path / "run", **settings, resume="auto")) == bits(whole)
-    written = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    written = read_json(tmp_path / "run" / "adapter_config.json")
     assert written["base_model_name_or_path"] == str(base)
     merged = load_model(str(tmp_path / "run"), whole.config, Console(quiet=True), "float32")
     ids = torch.randint(0, 300, (2, 9))
-    torch.testing.assert_close(merged.logits(ids), whole.model.logits(ids), rtol=1e-4, atol=1e-5)
+    assert_close(merged.logits(ids), whole.model.logits(ids), rtol=1e-4, atol=1e-5)
 
 
 def test_a_resume_takes_another_flag_of_the_optimizer(tmp_path: Path) -> None:
@@ -230,13 +226,11 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"nums": [3, 4], "target": 7}\n' * 3)
     rows = {"data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows2.jsonl")}
     (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
-    with pytest.raises(ConfigError):
-        make(tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
+    refused(make, tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
     # one row lacks what the others have
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": "7"}\n{"prompt": "3+5"}\n')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "3+6", "answer": "9"}\n')
-    with pytest.raises(ConfigError):
-        make(tmp_path / "run", task="prompts", **ANY_ANSWER, **SFT, **rows)
+    refused(make, tmp_path / "run", task="prompts", **ANY_ANSWER, **SFT, **rows)
 
 
 OWN_LOSS = """
@@ -256,8 +250,7 @@ def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Pat
     for name in ("loss", "grad_norm", "reward"):
         assert own[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
     assert str(file) in (tmp_path / "own" / "config.toml").read_text()
-    with pytest.raises(ConfigError):
-        make(tmp_path / "other", loss=f"{file}:nobody")
+    refused(make, tmp_path / "other", loss=f"{file}:nobody")
     file.unlink()
     main(["evaluate", str(tmp_path / "own"), "--n", "4"])
     main(["doctor", str(tmp_path / "own")])

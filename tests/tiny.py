@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tomli_w
 from tokenizers import (
     AddedToken,
@@ -24,6 +25,7 @@ from tokenizers import (
 )
 
 from minigrpo.config import Config
+from minigrpo.errors import ConfigError
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = [
@@ -31,7 +33,7 @@ LLAMA3 = [
     *("<|start_header_id|>", "<|end_header_id|>"),
 ]
 # family -> special tokens, other added tokens, end of text
-FAMILIES: dict[str, tuple[list[str], list[str], str]] = {
+FAMILIES = {
     "qwen": (CHATML, ["<think>", "</think>", "<é b>"], "<|endoftext|>"),
     "llama": (LLAMA3, [], "<|end_of_text|>"),
     "smollm": (CHATML, [], "<|im_end|>"),
@@ -64,6 +66,13 @@ def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
+def refused(function: Callable[..., Any], *args: Any, **settings: Any) -> str:
+    """Assert that a call is refused, as input that cannot be used; in which words."""
+    with pytest.raises(ConfigError) as error:
+        function(*args, **settings)
+    return str(error.value)
+
+
 def is_running(pid: int) -> bool:
     """Whether a process is there, and has not ended."""
     with suppress(OSError):
@@ -72,12 +81,11 @@ def is_running(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The running processes that a process has started, and that those have, in order."""
+    """The processes that a process has started, and that those have, in order."""
     found = [pid]
     for one in sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
         with suppress(OSError):
-            state, parent = _status(one)
-            if int(parent) in found and state != "Z":
+            if int(_status(one)[1]) in found:
                 found.append(one)
     return found[1:]
 
@@ -85,6 +93,10 @@ def descendants(pid: int) -> list[int]:
 def _status(pid: int) -> list[str]:
     """The state and the parent of a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
@@ -96,6 +108,13 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 def published_template(name: str) -> str:
     """A chat template that TRL brings."""
     return (resources.files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def ask(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def tiny_tokenizer_folder(
@@ -117,12 +136,12 @@ def tiny_tokenizer_folder(
 def change_flags(folder: Path, in_config: bool = False, **flags: bool) -> Path:
     """Give a tokenizer's special tokens other flags, by one of the two files that have them."""
     place = folder / "tokenizer.json"
-    tokenizer = json.loads(place.read_text("utf-8"))
+    tokenizer = read_json(place)
     special = [entry for entry in tokenizer["added_tokens"] if entry["special"]]
     if in_config:
         place = folder / "tokenizer_config.json"
         changed = {entry.pop("id"): {**entry, **flags} for entry in special}
-        config = json.loads(place.read_text("utf-8"))
+        config = read_json(place)
         place.write_text(json.dumps({**config, "added_tokens_decoder": changed}), "utf-8")
     else:
         for entry in special:
@@ -144,7 +163,7 @@ def trained(family: str) -> str:
         special = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     else:
         by_gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=family not in DIGITS)
-        before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
+        before = [pre_tokenizers.Digits(individual_digits=True)]
         if family in DIGITS:
             pattern = Regex(PATTERN.replace("DIGITS", DIGITS[family]))
             before = [pre_tokenizers.Split(pattern, "isolated")]
@@ -211,7 +230,7 @@ def tiny_chess_model(folder: Path, context: int = 192) -> Path:
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # the settings of a run that takes a second; `model` and `out_dir` are missing
-TINY: dict[str, Any] = {
+TINY = {
     "prompts_per_step": 4,
     "group_size": 3,
     "max_new_tokens": 6,
@@ -241,7 +260,7 @@ def toml(config: Config, **versions: str) -> str:
 
 def golden(name: str) -> dict[str, Any]:
     """The contents of tests/golden/NAME.json."""
-    return dict(json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8")))
+    return dict(read_json(GOLDEN / f"{name}.json"))
 
 
 def check_golden(name: str, part: str, made: Any) -> None:
