@@ -25,7 +25,7 @@ from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .model.tokenizer import Tokenizer
 from .runtime.guard import RunFailed
-from .runtime.pool import Pool, WorkerProcesses, awaited
+from .runtime.pool import Pool, WorkerProcesses, awaited, seconds
 from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
@@ -62,9 +62,8 @@ class RewardFunction:
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
-        with refusing(f"reward {self.name}: timeout_s {self.timeout_s!r}"):
-            if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-                raise ValueError("must be a number of seconds above 0")
+        with refusing(f"reward {self.name}"):
+            seconds(self.timeout_s)
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
         if self.process and (
             not is_found or self.is_async or self.function.__module__ == "__main__"

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from ..errors import ConfigError, refusing, text_of
+from ..errors import ConfigError, error_text, refusing
 from ..model.chat import Message
 from ..runtime.pool import finished
 from ..userfiles import innermost, name_of
@@ -197,7 +197,7 @@ def result_of(
     except ValidationError as error:
         return Result(name, f"{name} did not work: {in_words(error)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
-        content = f"{name} did not work: {type(error).__name__}: {text_of(error, str)}"
+        content = f"{name} did not work: {error_text(error)}"
         return Result(name, content, has_failed=True, error=error)
 
 
