@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from ..errors import collecting, refuse_rows, refusing
+from ..identity import digest
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -56,21 +57,17 @@ def rows_of(name: str, data: Any) -> list[Record]:
     for read in ("to_dicts", "to_pylist"):  # of polars, of pyarrow
         rows = getattr(data, read)() if hasattr(data, read) else rows
     is_series = isinstance(rows, Iterable) or getattr(rows, "__getitem__", None)
-    forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
-    refusal = ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
-    if isinstance(rows, Mapping) or not is_series:
-        raise refusal
-    found = list[Record]()
-    # what answers to any number, such as torch's Dataset, goes on after its length
-    length = len(rows) if hasattr(rows, "__len__") else None
-    for row in islice(rows, length):
-        if not isinstance(row, Mapping):
-            raise refusal
-        if length is None and len(found) == MOST_ROWS:
-            said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
-            raise ConfigError(f"{name}: over {MOST_ROWS:,} rows, {said}")
-        found.append(dict(row))
-    return found
+    has_length = hasattr(rows, "__len__")
+    if is_series and not isinstance(rows, Mapping):
+        # what answers to any number, such as torch's Dataset, goes on after its length
+        rows = [*islice(rows, len(rows) if has_length else MOST_ROWS + 1)]
+    if not (isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows)):
+        forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
+        raise ConfigError(f"{name} must be {forms}, got a {type(data).__name__}")
+    if len(rows) > MOST_ROWS and not has_length:
+        said = "perhaps without an end; take some: itertools.islice(rows, 10_000)"
+        raise ConfigError(f"{name}: over {MOST_ROWS:,} rows, {said}")
+    return [dict(row) for row in rows]
 
 
 def plain(value: Any, of_pandas: bool = False) -> Any:
@@ -135,7 +132,7 @@ def whole_question(
     key = question_key(text)
     if asked == [{"role": "user", "content": key}] and not (tools or variables):
         return key
-    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=str)
+    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=digest)
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -153,8 +150,8 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     `messages` (OpenAI's). The last one, if it is the assistant's, is the answer; but at the end of
     a prompt it is the beginning of the answer. With `needs_answer`, a row without one is refused.
     """
-    asked = record.get("prompt") or record.get("messages")
-    chats = [chat for chat in (asked, record.get("completion")) if chat and is_chat(chat)]
+    first = record.get("prompt") or record.get("messages")
+    chats = [chat for chat in (first, record.get("completion")) if chat and is_chat(chat)]
     messages = [as_templates_write(message) for chat in chats for message in chat]
     default = None if needs_answer else ""
     if messages and messages[-1]["role"] == "assistant" and chats[-1] is not record.get("prompt"):
@@ -177,7 +174,7 @@ parse_any = partial(parse_pair, needs_answer=False)
 
 def parse_episode(record: Record, *, is_read: bool) -> Row:
     """A row that needs no question. `is_read`: an environment reads all of it."""
-    whole = json.dumps(record, sort_keys=True, default=str)
+    whole = json.dumps(record, sort_keys=True, default=digest)
     has_question = {*QUESTIONS, "messages", "completion"} & record.keys()
     row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
     return row._replace(extra_key=whole) if is_read else row
