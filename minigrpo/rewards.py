@@ -84,7 +84,7 @@ class RewardFunction:
         return WorkerProcesses(self.function.__module__, self.function.__qualname__)
 
     def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> "Scores":
-        """Those of any texts, of a group, or of one."""
+        """The scores of any texts, of a group, or of one text."""
         timeout_s = self.timeout_s * len(texts)
         asks_several = self.batched or self.grouped
         arguments = (examples if self.batched else examples[0], texts if asks_several else texts[0])
@@ -226,7 +226,7 @@ class TextBatch:
         return examples, [copy.deepcopy(self.texts[place]) for place in places]
 
     def spread(self, scores: Scores) -> Scores:
-        """Those of all texts from those of the distinct ones."""
+        """The scores of all texts, from the scores of the distinct ones."""
         return [scores[number] for number in self.same]
 
 

@@ -28,7 +28,7 @@ State = dict[str, Any]
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-# what some file systems answer to the flush of a folder
+# the errors of file systems that cannot flush a folder
 NO_FLUSH = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 

@@ -100,7 +100,7 @@ class Pool:
             yield from self.ended(wait=True)
 
     def _next_outcome(self, wait: bool) -> Outcome | None:
-        """That of a call that has ended or is late; None if none is, with `wait` after 50 ms."""
+        """The outcome of a call that has ended or is late; None if there is none within 50 ms."""
         try:
             return self.done.get(wait, timeout=0.05)
         except Empty:

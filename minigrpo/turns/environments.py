@@ -153,7 +153,7 @@ class EnvironmentSet:
 
     @classmethod
     def of(cls, environment: Any = None, tools: Any = ()) -> "EnvironmentSet":
-        """Of a class or a callable that makes environments, or several by name; and functions."""
+        """The set of a class, or what makes environments, or several by name; and of tools."""
         if isinstance(environment, Mapping):
             kinds = {name: EnvironmentKind.of(given) for name, given in environment.items()}
         else:
@@ -184,7 +184,7 @@ class EnvironmentSet:
         }
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
-        """Its public methods, and the tools of the run. A game has none."""
+        """An environment's public methods, and the tools of the run. A game has none."""
         if is_game(environment):
             return {}
         own = {name: Tool(name, getattr(environment, name)) for name in tool_names(environment)}

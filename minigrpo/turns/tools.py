@@ -22,7 +22,7 @@ from ..userfiles import innermost, name_of
 
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
-# of all calls, which are answered in their order; Mistral wants nine characters
+# The id of every call: results are told apart by their order. Mistral wants nine characters.
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
 MOST_FINDINGS = 3  # what a model reads of the arguments that are wrong in a call
