@@ -212,10 +212,8 @@ class WorkerProcesses:
         pipe.send((sys.path, self.module, self.name))
         try:
             read_anew = pipe.recv()  # it is ready
-        except EOFError:  # it has ended: perhaps a file is no longer whole
-            read_anew = files_now()
-            if not changed_files(read_anew):
-                raise
+        except EOFError:  # it has ended, perhaps because a file is no longer whole
+            read_anew = files_now()  # if all are as they were, the call fails
         changed = changed_files(read_anew)
         if changed:
             process.kill()

@@ -175,7 +175,7 @@ class Dialogues:
     def close(self) -> None:
         """Close the environments of the batch, when the calls in work have ended or are late."""
         for episode in self.episodes:
-            episode.session.is_over = True  # for calls that have not begun
+            episode.session.is_over = True  # calls that have not begun make no environment
         for _ in self.pool.all():
             pass
         for episode in self.episodes:

@@ -109,7 +109,7 @@ class EnvironmentKind:
             if not isinstance(given, type):
                 if not callable(given) or hasattr(given, "reset"):
                     raise ConfigError("give its class: each completion needs one of its own")
-                shown, outcome = tried(given, timeout_of(given), repr(given), id)
+                shown, outcome = tried(given, timeout_of(given), repr(given), lambda made: None)
                 if outcome.error:
                     raise outcome.error
             return cls(given, shown, timeout_of(shown, given))
@@ -266,28 +266,28 @@ class TurnTask(ChangedTask):
         """A row as it is asked, but for what its environment says first: to reset may take long."""
         example = self.source.known(number)
         example = replace(example, fields={"seed": 0, **example.fields})
-        reset, schemas = self.described[self.environments.kind_of(example).name]
+        reset, schemas = self.interfaces[self.environments.kind_of(example).name]
         with refusing(example.label):
             reset.bind(**arguments_of(reset, example))
         return replace(example, tools=schemas_of(example, schemas))
 
     @cached_property
-    def described(self) -> Mapping[str, tuple[inspect.Signature, Mapping[str, Schema]]]:
-        """What the `reset` of each kind of environment takes, and the schemas of its tools."""
+    def interfaces(self) -> Mapping[str, tuple[inspect.Signature, Mapping[str, Schema]]]:
+        """The signature of `reset`, and the schemas of the tools, of each kind of environment."""
 
         def look_at(environment: Any) -> tuple[inspect.Signature, Mapping[str, Schema]]:
             tools = self.environments.tools_of(environment)
             schemas = {name: tool.schema for name, tool in tools.items()}
             return inspect.signature(environment.reset), schemas
 
-        described = {}
+        found = {}
         for kind in self.environments.kinds.values():
             about = f"environment {kind.name}"
             outcome = tried(kind.make, kind.timeout_s, about, look_at)[1]
             if outcome.error:
                 raise RunFailed(f"{about}: {failure(outcome.error)}") from outcome.error
-            described[kind.name] = outcome.result
-        return described
+            found[kind.name] = outcome.result
+        return found
 
 
 def schemas_of(example: Example, schemas: Mapping[str, Schema]) -> list[Schema]:
