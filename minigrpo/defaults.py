@@ -37,12 +37,12 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "Size":
-        """That of a Transformer."""
+        """The size of a Transformer."""
         return cls(sum(x.numel() for x in model.parameters()), model.shape.context)
 
 
 def size_of(model: str) -> Size | None:
-    """That of a published model; None if it ships, is random, or is a run that began with such.
+    """The size of a published model; None if it ships, is random, or is a run that began with such.
 
     Raises ConfigError if it cannot be read: with defaults of another size it would not learn.
     """

@@ -1,7 +1,7 @@
 """The errors that end a command with one line, and what makes other errors one of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class ConfigError(ValueError):
@@ -12,12 +12,12 @@ class RunFailed(RuntimeError):
     """The run cannot continue. The commands print it as one line."""
 
 
-def text_of(error: BaseException, form: Callable[[object], str] = repr) -> str:
-    """What `repr` or `str` says about an error of others; its type alone if that raises, too."""
-    try:
-        return form(error)[:500]
-    except BaseException:
-        return type(error).__name__
+def error_text(error: BaseException) -> str:
+    """The type of an error of others, and what it says, unless saying it raises too."""
+    said = ""
+    with suppress(BaseException):
+        said = f": {error!s:.500}"
+    return type(error).__name__ + said.removesuffix(": ")
 
 
 @contextmanager
@@ -28,8 +28,8 @@ def refusing(what: object) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
-        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{text_of(error, str)}") from None
+        said = error if isinstance(error, ConfigError) else error_text(error)
+        raise ConfigError(f"{what}: {said}") from None
 
 
 @contextmanager

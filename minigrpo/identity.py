@@ -46,7 +46,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     found = sha256()
     for name, tensor in sorted(tensors.items()):
         rows = torch.atleast_1d(tensor.detach().contiguous()).unsqueeze(-1).flatten(1)
-        # as many numbers at once as 64 bits hold
+        # neighbours are read as one integer of up to 64 bits
         size = math.gcd(8, rows.shape[1] * rows.element_size())
         sums = rows.view(INTEGERS[size]).sum(1, dtype=torch.int64)
         found.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
@@ -63,7 +63,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.unread = set[str]()
-        # by id; the objects are kept, because others could get the id of one that is gone
+        # digests by id, with the objects: another one could get the id of an object that is gone
         self.digests: dict[int, tuple[object, str]] = {}
         self.json = json.JSONEncoder(sort_keys=True, default=self.by_parts)
 
@@ -118,7 +118,7 @@ class _Reader:
         return self.of_object(value)
 
     def of_function(self, function: FunctionType) -> object:
-        """Its code, with what that finds outside the function: arguments, a closure, globals."""
+        """A function's code, and what it finds outside: default arguments, a closure, globals."""
         if is_installed(function):
             return f"{function.__module__}.{function.__qualname__}"
         known = function.__globals__
@@ -134,7 +134,7 @@ class _Reader:
         return [function.__qualname__, *map(self.digest, (function.__code__, *outside))]
 
     def of_class(self, kind: type) -> object:
-        """Its name; of a user's class also its attributes and functions."""
+        """The name of a class; of a user's class also its attributes and functions."""
         if is_installed(kind):
             return f"{kind.__module__}.{kind.__qualname__}"
         members = dict[str, object]()

@@ -42,7 +42,7 @@ def rollout_metrics(batch: RolloutBatch, stops: Collection[int]) -> dict[str, np
 
 
 def dialogue_metrics(texts: Sequence[Sequence[str]]) -> dict[str, ArrayLike]:
-    """Those of completions with several turns; none if there are none."""
+    """The metrics of completions with several turns; none if there are none."""
     dialogues = [text for group in texts for text in group if isinstance(text, Dialogue)]
     if not dialogues:
         return {}

@@ -41,8 +41,7 @@ from .userfiles import files_read, load_name, script_read
 
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
-# examples of each split that are made and encoded before a run starts, besides all known ones
-CHECKED = 16
+CHECKED = 16  # examples of each split that a run makes before it starts, and checks
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ class Parts:
         self.given = given or Given()
         self.watchdog = Watchdog(folder and folder / "hung_calls.jsonl")
         self.precision = Precision(config.speed, self.device, NonFiniteGuard())
-        # checksums of the models that a resume loads again, by what names them: see `recognise`
+        # checksums of the models that a resume loads again, by name: see `recognise`
         self.checksums: dict[str, str] = {}
 
     def asked(self, name: str) -> Any:
@@ -235,7 +234,7 @@ class Parts:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of --tokenizer, with --chat-template, --chat-args and --system."""
+        """The tokenizer of --tokenizer, with --chat-template, --chat-args and --system."""
         model = self.config.model
         system = self.config.task.system
         return load_tokenizer(model.tokenizer, model.chat_template, system, model.chat_args)
@@ -256,7 +255,7 @@ class Parts:
 
     @cached_property
     def environments(self) -> EnvironmentSet | None:
-        """Those of the caller, or else the task's."""
+        """The environments of the caller, or else those of the task."""
         task = self.plain_task
         if self.own_environments is None and (task.environment or task.tools):
             return EnvironmentSet.of(task.environment, task.tools)
@@ -278,7 +277,7 @@ class Parts:
 
     @cached_property
     def scorer(self) -> RewardScorer:
-        """Of the task's reward functions and those of --rewards; one must be paid to learn from."""
+        """The scorer of the task and of --rewards. Raises ConfigError if they pay for nothing."""
         speed = self.config.speed
         loss = self.config.loss
         scorer = RewardScorer(
@@ -417,7 +416,8 @@ class Parts:
             kind = settings.lora_rank, settings.lora_alpha, settings.lora_targets
             lora.add_adapters(model, *kind, seed)
         model = model.to(self.device)
-        # a checkpoint has what is trained, so a resume needs the rest; a copy of the start, all
+        # A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model is
+        # a copy of the start, all of it.
         loss = self.config.loss
         is_copied = INITIAL in (loss.teacher, self._reference_name)
         again = {n: p for n, p in model.named_parameters() if is_copied or not p.requires_grad}

@@ -26,7 +26,7 @@ from .errors import ConfigError, refusing
 from .fen import is_valid_fen as is_valid_fen
 from .model.tokenizer import Tokenizer
 from .runtime.guard import RunFailed
-from .runtime.pool import Pool, WorkerProcesses, awaited
+from .runtime.pool import Pool, WorkerProcesses, awaited, seconds
 from .runtime.watchdog import UNMARKED, Watchdog
 from .task import Task, TokenBatch
 from .types import EXACT, REWARD, Completions, Dialogue, Example, RewardTable, Warn
@@ -63,9 +63,8 @@ class RewardFunction:
             if "completions" in signature.parameters:
                 raise TypeError("TRL's columns are example.fields (docs/trl.md)")
             signature.bind(*arguments)
-        with refusing(f"reward {self.name}: timeout_s {self.timeout_s!r}"):
-            if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-                raise ValueError("must be a number of seconds above 0")
+        with refusing(f"reward {self.name}"):
+            seconds(self.timeout_s)
         check_weight(name, self.weight)
         is_found = inspect.isfunction(self.function) and "<" not in self.function.__qualname__
         if self.process and (
@@ -87,7 +86,7 @@ class RewardFunction:
         return WorkerProcesses(self.function.__module__, self.function.__qualname__)
 
     def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> "Scores":
-        """Those of any texts, of a group, or of one."""
+        """The scores of any texts, of a group, or of one text."""
         timeout_s = self.timeout_s * len(texts)
         asks_several = self.batched or self.grouped
         arguments = (examples if self.batched else examples[0], texts if asks_several else texts[0])
@@ -236,7 +235,7 @@ class TextBatch:
         return examples, [copy.deepcopy(self.texts[place]) for place in places]
 
     def spread(self, scores: Scores) -> Scores:
-        """Those of all texts from those of the distinct ones."""
+        """The scores of all texts, from the scores of the distinct ones."""
         return [scores[number] for number in self.same]
 
 

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import quote, unquote
 
-from .errors import ConfigError, text_of
+from .errors import ConfigError, error_text
 
 PREFIX = f"{__name__}."
 SUFFIX = ".py"
@@ -88,19 +88,19 @@ def files_read() -> dict[str, str]:
             continue
         spec = said.get("__spec__")  # a new one if it is loaded again, as in a notebook
         if (file, id(spec)) not in _read:
-            _read[file, id(spec)] = spec, sha256_of(file)
+            _read[file, id(spec)] = spec, sha256_now(file)
     return _read_elsewhere | {file: digest for (file, _), (_, digest) in _read.copy().items()}
 
 
 def script_read() -> dict[str, str]:
     """The sha256 of the file that Python was started with; empty in a notebook."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    return {"the script": sha256_of(file)} if file else {}
+    return {"the script": sha256_now(file)} if file else {}
 
 
 def files_now() -> dict[str, str]:
     """The same files, as they are now."""
-    return {file: sha256_of(file) for file in files_read()}
+    return {file: sha256_now(file) for file in files_read()}
 
 
 def changed_files(others: Mapping[str, str]) -> list[str]:
@@ -117,13 +117,14 @@ def changed_files(others: Mapping[str, str]) -> list[str]:
     return changed
 
 
-def sha256_of(file: str | Path) -> str:
+def sha256_now(file: str) -> str:
     """The sha256 of a file; "" if there is none, as of a module inside an archive."""
-    try:
-        with open(file, "rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError:
-        return ""
+    return sha256_of(file) if os.path.isfile(file) else ""
+
+
+def sha256_of(file: str | Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def load_name(flag: str, setting: str) -> Any:
@@ -156,7 +157,7 @@ def place_of(error: BaseException) -> str:
 
 def failure(error: BaseException) -> str:
     """An error of users' code in a line: where it was raised, its type and what it says."""
-    return f"{place_of(error)}{text_of(error):.200}"
+    return f"{place_of(error)}{error_text(error):.200}"
 
 
 @contextmanager

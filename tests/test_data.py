@@ -202,6 +202,24 @@ def test_what_an_environment_reads_tells_rows_apart_where_questions_are_few() ->
     assert parse_episode({"seed": 1}, is_read=False).question != ""
 
 
+class Picture:
+    """An object whose text has its address."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_rows_with_objects_are_told_apart_by_their_contents() -> None:
+    """Or another process, such as that of a resume, would hold out other questions."""
+
+    def questions(name: str) -> set[str]:
+        shown = {"picture": Picture(name)}
+        asks = {"prompt": "What is this?", "answer": "a", "chat_template_kwargs": shown}
+        return {parse_episode(shown, is_read=True).extra_key, parse_pair(asks).question}
+
+    assert questions("a") == questions("a") and not questions("a") & questions("b")
+
+
 def test_a_split_without_questions_is_an_error(tmp_path: Path) -> None:
     for num_rows in (0, 1):
         path = write(tmp_path / "a.jsonl", SUMS[:num_rows])

@@ -825,7 +825,7 @@ ANSWER = {"role": "tool", "name": "f", "content": '4 "apples"'}
 def test_text_between_turns_follows_their_end(name: str, special: list[str], expected: str) -> None:
     template = (tiny.TEMPLATES / f"{name}-tools.jinja").read_text()
     chat = Chat(template, special=special)
-    assert chat.between([ANSWER]) == expected
+    assert chat.between([ANSWER]) == chat.turn_end + expected
     refused(chat.between, [{**ANSWER, "content": f"4{special[0]}"}])
     with pytest.raises(ConfigError):  # it does not write tools
         chat.prompt(ask("f"), [Tool("f", weather).schema])

@@ -113,19 +113,16 @@ class Chat:
             raise ConfigError(f"{self.name}: leaves out the beginning of the answer")
         return text if rest.startswith(" ") else text.rstrip()  # it trims contents
 
-    def between(
-        self, answers: Sequence[Message], args: Mapping[str, Any] = {}, *, after_end: bool = True
-    ) -> str:
+    def between(self, answers: Sequence[Message], args: Mapping[str, Any] = {}) -> str:
         """What the template writes from the end of an assistant's turn to its next one.
 
-        `answers`: of a user, or of tools. The dialogue before them is always the same: earlier
-        turns stay as they were sampled, also where the template would change them (Qwen3's does).
-        `after_end`: without the token that ends the turn, which was sampled.
+        It begins with the token that ends the turn, perhaps after white space. `answers`: of a
+        user, or of tools. The dialogue before them is always the same: earlier turns stay as they
+        were sampled, also where the template would change them (Qwen3's does).
         """
         dialogue = [*TURN, *answers]
         self._check(dialogue, args)
-        text = self.render(dialogue, args=args).partition(PROBE)[2]
-        return text.lstrip().removeprefix(self.turn_end) if after_end else text
+        return self.render(dialogue, args=args).partition(PROBE)[2]
 
     def _check(
         self, messages: Sequence[Message], args: Mapping[str, Any], tools: Sequence[Tool] = ()

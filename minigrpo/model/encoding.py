@@ -145,7 +145,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     start = 0  # of the tokens whose text is still to come
     for end in range(1, len(ids) + 1):
         text = tokenizer.text_of([*before, *ids[start:end]])[1:]
-        whole = end == len(ids) or not text.endswith("\ufffd")
+        whole = end == len(ids) or not text.endswith(PARTIAL)
         texts.append(text if whole else "")
         start = end if whole else start
     return texts

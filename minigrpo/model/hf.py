@@ -293,10 +293,8 @@ def lineage(name: str) -> Iterator[tuple[str, Path]]:
     seen: set[Path] = set()
     while name:
         folder = hub_folder(name, weights=False)
-        with refusing(f"no folder {name!r}"):
-            place = folder.resolve()
-        if place in seen:
+        if folder.resolve() in seen:
             raise ConfigError(f"{folder}: the adapters have no base but themselves")
-        seen.add(place)
+        seen.add(folder.resolve())
         yield name, folder
         name = base_of(folder)

@@ -34,7 +34,7 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE),
-    # what converters to other formats read; it stays true, because no run changes a vocabulary
+    # files that converters to other formats read; they stay true: no run changes a vocabulary
     *("tokenizer.model", "added_tokens.json", "special_tokens_map.json"),
 )
 ASSETS = resources.files("minigrpo.assets")

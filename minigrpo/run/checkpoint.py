@@ -9,7 +9,6 @@ complaint, hence the hash.
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -23,12 +22,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..types import ConfigError, Warn
+from ..userfiles import sha256_of
 
 State = dict[str, Any]
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-# what some file systems answer to the flush of a folder
+# the errors of file systems that cannot flush a folder
 NO_FLUSH = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -62,11 +62,6 @@ def flush(path: Path) -> None:
             raise
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's folder; -1 for any other name."""
     match = re.fullmatch(r"step_([0-9]{6,})", path.name)
@@ -98,7 +93,7 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
             except RuntimeError as error:  # of torch's own, which hides the system's
                 raise error.__context__ or error from None
         flush(aside / STATE)
-        manifest = {"step": state["step"], "files": {STATE: sha256(aside / STATE)}}
+        manifest = {"step": state["step"], "files": {STATE: sha256_of(aside / STATE)}}
         write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         if target.is_file():  # of somebody else's
             target.rename(target.with_name(f"not_{target.name}"))
@@ -125,7 +120,7 @@ def is_finite(state: State) -> bool:
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint's manifest can be read and has the sha256 of its state."""
     try:
-        return json.loads((path / MANIFEST).read_bytes())["files"][STATE] == sha256(path / STATE)
+        return json.loads((path / MANIFEST).read_bytes())["files"][STATE] == sha256_of(path / STATE)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

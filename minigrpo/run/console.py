@@ -52,7 +52,6 @@ class Console:
     def bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """A bar on a terminal, if work takes over a second; call what it gives for each piece."""
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
         progress = Progress(
             console=rich.console.Console(file=sys.stdout),
             transient=True,

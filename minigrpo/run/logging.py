@@ -47,7 +47,7 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int | float):
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
         elif line and number < len(lines):
             warn(f"{path}, line {number}: damaged, left out")

@@ -32,7 +32,7 @@ from ..runtime.distributed import DistContext
 from ..runtime.guard import RunFailed
 from ..runtime.optimizer import learning_rate_at
 from ..types import ConfigError, Warn
-from ..userfiles import files_read, sha256_of
+from ..userfiles import files_read, sha256_now, sha256_of
 from .checkpoint import (
     CHECKPOINTS,
     State,
@@ -40,7 +40,6 @@ from .checkpoint import (
     load_checkpoint,
     newest,
     save_checkpoint,
-    sha256,
     write_atomically,
     write_text,
 )
@@ -95,7 +94,7 @@ class RunDir:
             "processes": self.dist.world_size,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
-        data = {str(file): sha256(file) for file in data_files(self.config)}
+        data = {str(file): sha256_of(file) for file in data_files(self.config)}
         self.contents = {**data, **files_read(), **self.code}
         # a checkpoint has these, and a run that goes on from it must be the same
         self.identity = {
@@ -179,7 +178,7 @@ class RunDir:
                 effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
             said.append(f"{change}: {effect}")
         for name, before in then["contents"].items():
-            now = self.contents.get(name) or sha256_of(name)  # users' code may import it later
+            now = self.contents.get(name) or sha256_now(name)  # users' code may import it later
             if now and now != before:
                 said.append(f"--resume: {name} has changed since: it is used as it is now")
         for name, before in then["checksums"].items():

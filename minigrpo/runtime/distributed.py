@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, refusing, text_of
+from ..errors import ConfigError, error_text, refusing
 from .guard import RunFailed
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class DistContext:
             if self.is_main:
                 outcome[0] = function()
         except BaseException as error:
-            outcome[1] = f"{type(error).__name__} in rank 0: {text_of(error, str)}"
+            outcome[1] = f"rank 0: {error_text(error)}"
             raise
         finally:
             dist.broadcast_object_list(outcome, group=self.patient)

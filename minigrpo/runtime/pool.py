@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import inspect
+import math
 import os
 import pickle
 import signal
@@ -15,12 +16,13 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
+from numbers import Real
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from ..clock import running_seconds
-from ..errors import RunFailed, text_of
+from ..errors import ConfigError, RunFailed, error_text
 from ..userfiles import changed_files, files_now, files_read
 from .watchdog import UNMARKED, Watchdog
 
@@ -28,6 +30,13 @@ LATE = "it took longer than its timeout_s"
 # what asks a run to stop: Ctrl-C; a scheduler that ends the job; schedulers that warn before they
 # do; a terminal that closes
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+def seconds(given: Any) -> float:
+    """A deadline that a user gives. Raises ConfigError for what is no number of seconds."""
+    if not (isinstance(given, Real) and 0 < float(given) < math.inf):
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {given!r:.80}")
+    return float(given)
 
 
 class Call(NamedTuple):
@@ -91,7 +100,7 @@ class Pool:
             yield from self.ended(wait=True)
 
     def _next_outcome(self, wait: bool) -> Outcome | None:
-        """That of a call that has ended or is late; None if none is, with `wait` after 50 ms."""
+        """The outcome of a call that has ended or is late; None if there is none within 50 ms."""
         try:
             return self.done.get(wait, timeout=0.05)
         except Empty:
@@ -140,21 +149,16 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def awaited(answer: Awaitable[Any], timeout_s: float) -> Any:
     """The result of an `async` function's call, which is cancelled if it is late."""
 
-    async def in_time() -> Any:
-        call = asyncio.ensure_future(answer)
-        deadline = running_seconds() + timeout_s
-        while not call.done() and (left := deadline - running_seconds()) > 0:
-            await asyncio.wait([call], timeout=left)
-        if not call.done():
-            call.cancel()
-            raise TimeoutError(LATE)
-        return call.result()
+    async def call() -> Any:
+        return await answer
 
     loop = event_loop()
-    future = asyncio.run_coroutine_threadsafe(in_time(), loop)
-    if is_late(future, timeout_s + 1):  # a call blocks the loop: later ones get another
-        if event_loop() is loop:
-            event_loop.cache_clear()
+    future = asyncio.run_coroutine_threadsafe(call(), loop)
+    if is_late(future, timeout_s):
+        future.cancel()
+        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        if is_late(turn, 1.0) and event_loop() is loop:  # the call blocks the loop
+            event_loop.cache_clear()  # later calls get another
         raise TimeoutError(LATE)
     return future.result()
 
@@ -210,10 +214,10 @@ class WorkerProcesses:
         pipe.send((sys.path, self.module, self.name))
         try:
             read_anew = pipe.recv()  # it is ready
+        except EOFError:  # it has ended, perhaps because a file is no longer whole
+            read_anew = files_now()  # if all are as they were, the call fails
+        try:
             refuse_changes(read_anew)
-        except EOFError:  # it has ended: perhaps a file is no longer whole
-            refuse_changes(files_now())
-            raise
         except RunFailed:
             process.kill()
             process.wait()
@@ -251,7 +255,7 @@ def serve(file: int) -> None:
             try:
                 result, said = pickle.dumps(function(*arguments)), ""
             except BaseException as error:  # perhaps the answer cannot be pickled
-                result, said = pickle.dumps(None), text_of(error)
+                result, said = pickle.dumps(None), error_text(error)
             # the function may import more when it is called
             read = files_read() if len(sys.modules) != num_modules else {}
             num_modules = len(sys.modules)

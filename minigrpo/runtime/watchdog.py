@@ -104,7 +104,7 @@ def watch(run: int) -> None:
         silence_s += 1
         late = [call for call in calls.values() if call["timeout_s"] + GRACE_S < silence_s]
         threads = Path(f"/proc/{run}/task")
-        # which compute, and do not wait, such as for Python's lock
+        # the calls that compute, rather than wait for Python's lock
         busy = [call for call in late if state(threads / str(call["system_thread"])) == "R"]
         late = busy or late
         for call in late:

@@ -218,31 +218,22 @@ class Decoder:
         # prompts without slots leave
         prompts = self.prompt_of_slot[sources]
         used = np.unique(prompts)
-        moves = compact(used, len(self.prompt_len))
-        move(self.prompt_kv, moves.to, moves.source)
+        places = compact(used, len(self.prompt_len))
+        moved = np.flatnonzero(places != np.arange(len(places)))
+        move(self.prompt_kv, places[moved], moved)
         prompt_len = np.zeros(len(used), dtype=np.int64)
-        prompt_len[moves.place_of[used]] = self.prompt_len[used]
-        self._arrange(prompt_len, moves.place_of[prompts])
+        prompt_len[places[used]] = self.prompt_len[used]
+        self._arrange(prompt_len, places[prompts])
 
 
-class Moves(NamedTuple):
-    """How rows of a table move, so that those in use come first."""
+def compact(used: np.ndarray, num_rows: int) -> np.ndarray:
+    """New places `[rows]` with which the rows in use come first: the last ones fill the gaps.
 
-    to: np.ndarray  # [n] rows that are overwritten
-    source: np.ndarray  # [n] the rows that go there
-    place_of: np.ndarray  # [rows] the new place of each row that is in use
-
-
-def compact(used: np.ndarray, num_rows: int) -> Moves:
-    """Have the last rows in use fill the gaps before them; few rows move.
-
-    Of four rows, [0, 2, 3] are in use. Row 3 moves to the gap at 1, and `place_of` is [0, 1, 2, 1].
+    Of four rows, [0, 2, 3] are in use. Row 3 moves to the gap at 1: [0, 1, 2, 1].
     """
-    gaps = np.setdiff1d(np.arange(len(used)), used)
-    last = used[used >= len(used)]
-    place_of = np.arange(num_rows)
-    place_of[last] = gaps
-    return Moves(gaps, last, place_of)
+    places = np.arange(num_rows)
+    places[used[used >= len(used)]] = np.setdiff1d(np.arange(len(used)), used)
+    return places
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:

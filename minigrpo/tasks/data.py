@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from ..errors import collecting, refuse_rows, refusing
+from ..identity import digest
 from ..runtime.rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -138,7 +139,7 @@ def whole_question(
     key = question_key(text)
     if asked == [{"role": "user", "content": key}] and not (tools or variables):
         return key
-    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=str)
+    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=digest)
 
 
 def text_of(record: Record, keys: Iterable[str], default: str | None = None) -> str:
@@ -156,8 +157,8 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     `messages` (OpenAI's). The last one, if it is the assistant's, is the answer; but at the end of
     a prompt it is the beginning of the answer. With `needs_answer`, a row without one is refused.
     """
-    asked = record.get("prompt") or record.get("messages")
-    chats = [chat for chat in (asked, record.get("completion")) if chat and is_chat(chat)]
+    first = record.get("prompt") or record.get("messages")
+    chats = [chat for chat in (first, record.get("completion")) if chat and is_chat(chat)]
     messages = [as_templates_write(message) for chat in chats for message in chat]
     default = None if needs_answer else ""
     if messages and messages[-1]["role"] == "assistant" and chats[-1] is not record.get("prompt"):
@@ -180,7 +181,7 @@ parse_any = partial(parse_pair, needs_answer=False)
 
 def parse_episode(record: Record, *, is_read: bool) -> Row:
     """A row that needs no question. `is_read`: an environment reads all of it."""
-    whole = json.dumps(record, sort_keys=True, default=str)
+    whole = json.dumps(record, sort_keys=True, default=digest)
     has_question = {*QUESTIONS, "messages", "completion"} & record.keys()
     row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
     return row._replace(extra_key=whole) if is_read else row

@@ -85,19 +85,13 @@ class Run:
 
 def read_run(folder: Path, warn: Warn) -> Run:
     """Read a run's folder. Raises ConfigError if it is none; `warn` hears of damaged lines."""
-    metrics = read_numbers(folder / METRICS, warn)
-    evaluations = read_numbers(folder / EVALUATIONS, warn)
+    metrics = [*map(finite_numbers, read_jsonl(folder / METRICS, warn))]
+    evaluations = [*map(finite_numbers, read_jsonl(folder / EVALUATIONS, warn))]
     if not metrics:
         raise ConfigError(f"{folder}: is no run, or has no steps yet")
     config = Config.from_toml(folder / RECORD)
     versions = tomllib.loads((folder / RECORD).read_text("utf-8")).get("versions", {})
     return Run(folder, config, metrics, evaluations, versions)
-
-
-def read_numbers(log: Path, warn: Warn) -> list[LoggedNumbers]:
-    """The numbers of each line of a log that has a step."""
-    lines = map(finite_numbers, read_jsonl(log, warn))
-    return [line for line in lines if "step" in line]
 
 
 def finite_numbers(record: object) -> dict[str, float]:

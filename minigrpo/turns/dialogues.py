@@ -175,7 +175,7 @@ class Dialogues:
     def close(self) -> None:
         """Close the environments of the batch, when the calls in work have ended or are late."""
         for episode in self.episodes:
-            episode.session.is_over = True  # for calls that have not begun
+            episode.session.is_over = True  # calls that have not begun make no environment
         for _ in self.pool.all():
             pass
         for episode in self.episodes:
@@ -238,11 +238,13 @@ class Dialogues:
         if not chat:
             # a dialogue goes on after at least one token
             return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
-        text = chat.between(answers, json.loads(args), after_end=is_closed)
-        if not (is_closed and chat.turn_end):
+        text = chat.between(answers, json.loads(args))
+        if not is_closed:
             return self.tokenizer.encode(text, special=True)
-        # the end of a turn may swallow white space after it (Phi's does), so both are encoded
-        return self.tokenizer.encode(chat.turn_end + text, special=True)[1:]
+        # the end was sampled. It may swallow white space after it (Phi's does), so it is encoded
+        ids = self.tokenizer.encode(text.lstrip(), special=True)
+        has_end = ids[:1] == [self.tokenizer.special.get(chat.turn_end)]
+        return ids[1:] if has_end else ids
 
 
 def call_form(tokenizer: Tokenizer) -> CallForm:

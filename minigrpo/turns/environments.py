@@ -16,7 +16,6 @@ completions of a prompt, because they start alike. Plain functions are tools too
 
 import copy
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from ..errors import refusing
 from ..model.chat import Tool as Schema
 from ..model.chat import extended
 from ..runtime.guard import RunFailed
-from ..runtime.pool import Outcome, called, finished
+from ..runtime.pool import Outcome, called, finished, seconds
 from ..runtime.rng import stream
 from ..task import Task
 from ..tasks.base import ChangedTask
@@ -115,7 +114,7 @@ class EnvironmentKind:
             if not isinstance(given, type):
                 if not callable(given) or hasattr(given, "reset"):
                     raise ConfigError("give its class: each completion needs one of its own")
-                shown, outcome = tried(given, timeout_of(given), repr(given), id)
+                shown, outcome = tried(given, timeout_of(given), repr(given), lambda made: None)
                 if outcome.error:
                     raise outcome.error
             return cls(given, shown, timeout_of(shown, given))
@@ -128,10 +127,8 @@ class EnvironmentKind:
 
 def timeout_of(*givers: Any) -> float:
     """The `timeout_s` of the first that has one. Raises ConfigError."""
-    found = next((giver.timeout_s for giver in givers if hasattr(giver, "timeout_s")), TIMEOUT_S)
-    if not (isinstance(found, int | float) and 0 < found < math.inf):
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {found!r:.80}")
-    return float(found)
+    found = (giver.timeout_s for giver in givers if hasattr(giver, "timeout_s"))
+    return seconds(next(found, TIMEOUT_S))
 
 
 def tried(
@@ -161,7 +158,7 @@ class EnvironmentSet:
 
     @classmethod
     def of(cls, environment: Any = None, tools: Any = ()) -> "EnvironmentSet":
-        """Of a class or a callable that makes environments, or several by name; and functions."""
+        """The set of a class, or what makes environments, or several by name; and of tools."""
         if isinstance(environment, Mapping):
             kinds = {name: EnvironmentKind.of(given) for name, given in environment.items()}
         else:
@@ -192,7 +189,7 @@ class EnvironmentSet:
         }
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
-        """Its public methods, and the tools of the run. A game has none."""
+        """An environment's public methods, and the tools of the run. A game has none."""
         if is_game(environment):
             return {}
         own = {name: Tool(name, getattr(environment, name)) for name in tool_names(environment)}
@@ -276,21 +273,21 @@ class TurnTask(ChangedTask):
         """A row as it is asked, but for what its environment says first: to reset may take long."""
         example = self.source.known(number)
         example = replace(example, fields={"seed": 0, **example.fields})
-        reset, schemas = self.described[self.environments.kind_of(example).name]
+        reset, schemas = self.interfaces[self.environments.kind_of(example).name]
         with refusing(example.label):
             reset.bind(**arguments_of(reset, example))
         return replace(example, tools=schemas_of(example, schemas))
 
     @cached_property
-    def described(self) -> Mapping[str, tuple[inspect.Signature, Mapping[str, Schema]]]:
-        """What the `reset` of each kind of environment takes, and the schemas of its tools."""
+    def interfaces(self) -> Mapping[str, tuple[inspect.Signature, Mapping[str, Schema]]]:
+        """The signature of `reset`, and the schemas of the tools, of each kind of environment."""
 
         def look_at(environment: Any) -> tuple[inspect.Signature, Mapping[str, Schema]]:
             tools = self.environments.tools_of(environment)
             schemas = {name: tool.schema for name, tool in tools.items()}
             return inspect.signature(environment.reset), schemas
 
-        described = {}
+        found = {}
         for kind in self.environments.kinds.values():
             about = f"environment {kind.name}"
             outcome = tried(kind.make, kind.timeout_s, about, look_at)[1]
@@ -298,8 +295,8 @@ class TurnTask(ChangedTask):
                 raise outcome.error
             if outcome.error:
                 raise RunFailed(f"{about}: {failure(outcome.error)}") from outcome.error
-            described[kind.name] = outcome.result
-        return described
+            found[kind.name] = outcome.result
+        return found
 
 
 def schemas_of(example: Example, schemas: Mapping[str, Schema]) -> list[Schema]:

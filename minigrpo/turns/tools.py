@@ -15,14 +15,14 @@ from typing import Any, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
-from ..errors import ConfigError, refusing, text_of
+from ..errors import ConfigError, error_text, refusing
 from ..model.chat import Message
 from ..runtime.pool import finished
 from ..userfiles import innermost, name_of
 
 # in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
-# of all calls, which are answered in their order; Mistral wants nine characters
+# The id of every call: results are told apart by their order. Mistral wants nine characters.
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
 MOST_FINDINGS = 3  # what a model reads of the arguments that are wrong in a call
@@ -203,7 +203,7 @@ def result_of(
     except ValidationError as error:
         return Result(name, f"{name} did not work: {in_words(error)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
-        content = f"{name} did not work: {type(error).__name__}: {text_of(error, str)}"
+        content = f"{name} did not work: {error_text(error)}"
         return Result(name, content, has_failed=True, error=error)
 
 
