@@ -794,6 +794,9 @@ def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:
 
 
 def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told() -> None:
+    rows = [{"prompt": f"Buy {n % 12}.", "price": n} for n in range(120)]
+    told = begun(EnvironmentSet.of(Shop), *rows, *rows[:5]).questions
+    assert told and sum(map(len, told)) == 120
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
     for world, number in ((EnvironmentSet.of(Shop), 3), (EnvironmentSet.of(None, [weather]), 1)):
         questions = begun(world, *rows, {"prompt": "Sell.", "price": 5}).questions

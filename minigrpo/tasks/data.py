@@ -8,7 +8,7 @@ in an evaluation, whatever else its lines say.
 import copy
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from functools import lru_cache, partial
@@ -179,11 +179,19 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
 parse_any = partial(parse_pair, needs_answer=False)
 
 
-def parse_episode(record: Record, *, is_read: bool) -> Row:
-    """A row that needs no question. `is_read`: an environment reads all of it."""
+def parse_episode(record: Record, *, is_read: bool, told: Collection[str] = ()) -> Row:
+    """A row that needs no question.
+
+    `told`: the keys that an environment's `reset` names, which belong to what is asked; `is_read`:
+    an environment may read all of the row.
+    """
     whole = json.dumps(record, sort_keys=True, default=digest)
-    has_question = {*QUESTIONS, "messages", "completion"} & record.keys()
-    row = parse_any(record) if has_question else Row(whole, Example("", fields=record))
+    keys = {*QUESTIONS, "messages", "completion"}
+    row = parse_any(record) if keys & record.keys() else Row(whole, Example("", fields=record))
+    said = {key: record[key] for key in {*told} & record.keys() - keys}
+    if said:
+        text = json.dumps(canonical(said), sort_keys=True, default=digest)
+        row = row._replace(question=f"{row.question} {text}")
     return row._replace(extra_key=whole) if is_read else row
 
 

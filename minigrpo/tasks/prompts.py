@@ -56,7 +56,8 @@ class Prompts(SourceTask):
             super().__init__(Generated(lambda number, _: Example("", index=number), "episodes"))
         else:
             if environment and judge == "none":
-                parse = partial(parse_episode, is_read=bool(environment.parts))
+                is_read = bool(environment.parts)
+                parse = partial(parse_episode, is_read=is_read, told=environment.reset_keys)
             super().__init__(Rows(seed, data, eval_data, parse))
         # chat models reason before the answer: its tokens would be proposed in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)

@@ -37,6 +37,7 @@ from .tools import TIMEOUT_S, Tool
 
 # public methods that the model cannot call
 NOT_TOOLS = ("reset", "step", "get_reward", "close")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ToolsAlone:
@@ -187,6 +188,13 @@ class EnvironmentSet:
             for kind in self.kinds.values()
             if is_game(kind.shown) or hasattr(kind.shown, "get_reward")
         }
+
+    @property
+    def reset_keys(self) -> set[str]:
+        """The keys of rows that `reset` names, of all environments."""
+        signatures = [inspect.signature(kind.shown.reset) for kind in self.kinds.values()]
+        named = {x.name for each in signatures for x in each.parameters.values() if x.kind in NAMED}
+        return named - {"self", "seed"}
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """An environment's public methods, and the tools of the run. A game has none."""
