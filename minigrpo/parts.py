@@ -357,9 +357,16 @@ class Parts:
         """What all processes must have alike."""
         examples = [self.task.train(i) for i in range(CHECKED)]
         examples += map(self.task.known, range(self.task.num_known))
+        environments = self.environments
+        kinds = environments.kinds.values() if environments else ()
+        tools = environments.tools if environments else {}
         return {
             "rows": digest([self.task.about, examples]),
-            "rewards": digest([self.scorer.names, self.scorer.weights]),
+            # by their code, because files may have other paths in other processes
+            "rewards": digest([self.scorer.names, self.scorer.weights, self.functions]),
+            "the loss": digest(self.loss),
+            "the task": digest(type(getattr(self.plain_task, "source", self.plain_task))),
+            "environments": digest([*(kind.make for kind in kinds), tools]),
             "tokenizer": self.tokenizer.fingerprint,
             **{f"the weights of {name}": found for name, found in self.checksums.items()},
             **files_read(),

@@ -165,6 +165,7 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
     rows = [{"prompt": f"{n}?"} for n in range(30)]
     right = minigrpo.reward(lambda example, text: 1.0)
     half = minigrpo.reward(lambda example, text: 1.0, weight=0.5)
+    wrong = minigrpo.reward(lambda example, text: -1.0)  # of the same name
     file = tmp_path / "solved_by_rank.py"
 
     def digests(rows: Any, reward: Any, text: str = SOLVED, weight: float = 1.0) -> dict[str, str]:
@@ -181,6 +182,7 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
         ("rows", digests(rows[::-1], right)),
         ("rows", digests(rows[1:], right)),
         ("rewards", digests(rows, half)),
+        ("rewards", digests(rows, wrong)),
         (str(file), digests(rows, right, text=f"{SOLVED}# edited")),
         ("the weights of --teacher a", digests(rows, right, weight=1.5)),
     ]:

@@ -725,6 +725,7 @@ def test_what_an_environment_says_becomes_a_text(said: Any, text: str) -> None:
     example = begun(world, {"prompt": "Now: "}, {"prompt": "So: "}).held_out(0)
     assert example.prompt.partition(": ")[2] == text
     assert Episode(world, example).answer("x")[0]["content"] == text
+    assert as_text(np.zeros(2000, dtype=int)).count("0") == 2000
 
 
 MESSAGE = {"role": "user", "content": "a"}

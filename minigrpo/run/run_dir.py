@@ -53,6 +53,7 @@ LOCK = ".lock"
 WEIGHTS_OF = "weights of "  # begins the keys of checksums in the record
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
+MACHINE = ("torch", "threads", "processes", "gpu")  # what may change the bits of a run
 Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
 # The open files of LOCK. A lock lasts until each process that has inherited the file has closed it,
 # so one that users' code forks would keep the folder locked when this one has been killed.
@@ -88,12 +89,9 @@ class RunDir:
         self.checkpoints = self.path / CHECKPOINTS
         # without those of a single start
         self.record = self.config.replace(out_dir="", resume="", stop_after=0)
-        self.machine = {
-            "torch": str(torch.__version__),
-            "threads": torch.get_num_threads(),
-            "processes": self.dist.world_size,
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        }
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        found = str(torch.__version__), torch.get_num_threads(), self.dist.world_size, gpu
+        self.machine = dict(zip(MACHINE, found, strict=True))
         data = {str(file): sha256_of(file) for file in data_files(self.config)}
         self.contents = {**data, **files_read(), **self.code}
         # a checkpoint has these, and a run that goes on from it must be the same

@@ -18,6 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from importlib.util import find_spec
 
+from ..errors import RunFailed
 from ..runtime.pool import WorkerProcesses
 from ..runtime.rng import stream
 from ..types import ConfigError, Example
@@ -194,5 +195,7 @@ class MathVerify:
         """Whether two formulas are equal; False for one that takes too long or too much memory."""
         try:
             return bool(self.workers.call((truth, answer), PATIENCE_S))
+        except RunFailed:  # users' files have changed
+            raise
         except (RuntimeError, EOFError, OSError):  # it cannot be read, or the process was ended
             return False

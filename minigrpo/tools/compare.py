@@ -18,6 +18,7 @@ from pydantic import Field
 from ..metrics import SAMPLED
 from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
+from ..run.run_dir import MACHINE
 from ..runtime.statistics import Difference, difference
 from ..types import REWARD
 from .runs import EVAL, OVERVIEW_COLUMNS, Run, RunArguments, differing, finite_numbers, plot_curve
@@ -35,8 +36,8 @@ def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
         return {run.name: [run] for run in runs}
     pools = defaultdict[str, list[Run]](list)
     for run in runs:
-        files = [x for x in run.versions.values() if len(str(x)) == 64]  # sha256
-        pools[f"{settings_that_count(run)} {files}"].append(run)
+        contents = [x for name, x in run.versions.items() if name not in MACHINE]
+        pools[f"{settings_that_count(run)} {contents}"].append(run)
     return {f"{pooled[0].name} x {len(pooled)}": pooled for pooled in pools.values()}
 
 

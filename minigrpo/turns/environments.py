@@ -23,6 +23,8 @@ from functools import cached_property, partial
 from numbers import Number
 from typing import Any
 
+import numpy as np
+
 from ..errors import refusing
 from ..model.chat import Tool as Schema
 from ..model.chat import extended
@@ -230,6 +232,8 @@ def as_text(said: Any) -> str:
         return "".join(part["text"] for part in parts)
     if not is_plain(said):
         raise TypeError(f"{said!r:.80}: give a text, parts of text, numbers or an array")
+    if isinstance(said, np.ndarray):  # its own text leaves out the middle of a large one
+        return np.array2string(said, threshold=said.size + 1)
     return "" if said is None else str(said)
 
 
