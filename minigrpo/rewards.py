@@ -259,8 +259,7 @@ class RewardScorer:
     def __post_init__(self) -> None:
         self.first_errors: dict[str, str] = {}  # of the functions that have failed
         self.failing = Counter[str]()  # the steps in a row in which they fail throughout
-        self.num_failures = 0  # of all scores so far
-        self.began = math.inf  # when code of others was first called in this step
+        self.begin_step(math.inf)
         task, functions = self.task, self.functions
         of_functions = {function.name: function.weight for function in functions}
         self.weights = self.weights or {**task.parts, **self.environments, **of_functions}
@@ -273,6 +272,11 @@ class RewardScorer:
                 raise ConfigError(f"reward {name}: {said}; there are: {', '.join(self.names)}")
         for name, weight in self.weights.items():
             check_weight(name, weight)
+
+    def begin_step(self, began: float) -> None:
+        """Forget the step before. `began`: when code of others is called first; inf: in `score`."""
+        self.began = began
+        self.has_failed = False  # any score of this step
 
     @torch.no_grad()
     def score(
@@ -320,7 +324,7 @@ class RewardScorer:
         for name in self.names:
             weight = self.weights.get(name, 1.0)
             parts[name], failed[name] = settled(scores[name], batch.shape, weight)
-            self.num_failures += int(failed[name].sum())
+            self.has_failed |= bool(failed[name].any())
         total = np.zeros(batch.shape)
         for name, weight in self.weights.items():
             # where a reward failed throughout, nobody knows what it would have paid

@@ -202,11 +202,10 @@ class Trainer:
         log = self.log
         step = self.step
         start = time.perf_counter()
-        num_failures = self.scorer.num_failures
         # environments are called from the start, rewards later
-        self.scorer.began = time.monotonic() if self.parts.environments else math.inf
+        self.scorer.begin_step(time.monotonic() if self.parts.environments else math.inf)
         batch = self.source.batch(step)
-        self._refuse_cut_off(self.scorer.num_failures > num_failures)
+        self._refuse_cut_off()
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
         metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
@@ -219,17 +218,20 @@ class Trainer:
         self.scorer.check(metrics, self.step)
         return metrics
 
-    def _refuse_cut_off(self, has_failed: bool) -> None:
+    def _refuse_cut_off(self) -> None:
         """Raise Stopped, in all processes, if a stop was asked while code of others was called.
 
         The signal may have ended what that had started, such as a program that it tests, and a
         reward may take this for a wrong answer. A resume makes the step again.
         """
         request = self.stop_request
-        is_cut_off = request.reason and (has_failed or request.asked_at > self.scorer.began)
-        if self.dist.max(torch.tensor(int(bool(is_cut_off)))):
+        is_asked = request.reason != ""
+        came_in_calls = request.asked_at > self.scorer.began
+        is_cut_off = is_asked and (self.scorer.has_failed or came_in_calls)
+        if self.dist.max(torch.tensor(int(is_cut_off))):
+            reason = "the signal came while its rewards were made"
             self.console.warn(
-                f"step {self.step + 1}: given up, it was asked to stop in its rewards"
+                f"step {self.step + 1} is given up: {reason}; a resume makes it again"
             )
             raise Stopped
 
