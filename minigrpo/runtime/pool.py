@@ -215,7 +215,9 @@ class WorkerProcesses:
         try:
             read_anew = pipe.recv()  # it is ready
         except EOFError:  # it has ended, perhaps because a file is no longer whole
-            read_anew = files_now()  # if all are as they were, the call fails
+            own = getattr(sys.modules.get(self.module), "__file__", "")
+            # if it is not a user's, or all are as they were, the call fails
+            read_anew = files_now() if own in files_read() else {}
         try:
             refuse_changes(read_anew)
         except RunFailed:

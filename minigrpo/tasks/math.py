@@ -137,19 +137,19 @@ def after_hashes(text: str) -> str:
     return rest.strip().partition("\n")[0].strip() if mark else ""
 
 
-# MATH also has \fbox, and boxes around a number without braces
-BOX = re.compile(r"\\(?:boxed|fbox) ?(?:\{|(-?[0-9.,]*[0-9]))")
+# all up to the last box; MATH also has \fbox, and boxes around a number without braces
+LAST_BOX = re.compile(r".*\\(?:boxed|fbox) ?(?:\{|(-?[0-9.,]*[0-9]))", re.DOTALL)
 
 
 def boxed(text: str) -> str:
     r"""The content of the last `\boxed{...}`, or of `\boxed 2`; nothing if it is never closed."""
-    marks = [*BOX.finditer(text)]
-    if not marks:
+    found = LAST_BOX.match(text)
+    if found is None:
         return ""
-    number = marks[-1][1]
+    number = found[1]
     if number:
         return number
-    rest = text[marks[-1].end() :]
+    rest = text[found.end() :]
     depth = 1
     for place, character in enumerate(rest):
         depth += (character == "{") - (character == "}")
