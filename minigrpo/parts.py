@@ -37,7 +37,7 @@ from .tasks.data import rows_of
 from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
 from .types import ConfigError, Example
-from .userfiles import files_read, load_name, script_read
+from .userfiles import defined_in, files_read, load_name, script_read
 
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
 SELF, INITIAL = "self", "initial"  # the model that is trained, as a frozen one
@@ -357,21 +357,30 @@ class Parts:
         """What all processes must have alike."""
         examples = [self.task.train(i) for i in range(CHECKED)]
         examples += map(self.task.known, range(self.task.num_known))
-        environments = self.environments
-        kinds = environments.kinds.values() if environments else ()
-        tools = environments.tools if environments else {}
         return {
             "rows": digest([self.task.about, examples]),
-            # by their code, because files may have other paths in other processes
-            "rewards": digest([self.scorer.names, self.scorer.weights, self.functions]),
-            "the loss": digest(self.loss),
-            "the task": digest(type(getattr(self.plain_task, "source", self.plain_task))),
-            "environments": digest([*(kind.make for kind in kinds), tools]),
+            "rewards": digest([self.scorer.names, self.scorer.weights]),
+            "code": digest([*map(defined_in, self._users_code())]),
             "tokenizer": self.tokenizer.fingerprint,
             **{f"the weights of {name}": found for name, found in self.checksums.items()},
             **files_read(),
             **script_read(),
         }
+
+    def _users_code(self) -> list[Any]:
+        """The functions and classes that users may give.
+
+        Processes compare the contents of their files: paths may differ, as may what is computed in
+        a file, such as a rank or a device.
+        """
+        environments = self.environments or EnvironmentSet.of()
+        return [
+            *(function.function for function in self.functions),
+            *(self.loss.ratio, self.loss.surrogate, self.loss.weights),
+            type(getattr(self.plain_task, "source", self.plain_task)),
+            *(kind.make for kind in environments.kinds.values()),
+            *(tool.function for tool in environments.tools.values()),
+        ]
 
     def recognise(self, name: str, parameters: Mapping[str, Tensor]) -> None:
         """Take the checksum of weights that are not in checkpoints: a resume loads them again.

@@ -92,6 +92,12 @@ def files_read() -> dict[str, str]:
     return _read_elsewhere | {file: digest for (file, _), (_, digest) in _read.copy().items()}
 
 
+def defined_in(thing: Any) -> str:
+    """The sha256 of the user's file that defines a function or class; "" of other code."""
+    module = sys.modules.get(getattr(innermost(thing), "__module__", ""))
+    return files_read().get(getattr(module, "__file__", None) or "", "")
+
+
 def script_read() -> dict[str, str]:
     """The sha256 of the file that Python was started with; empty in a notebook."""
     file = getattr(sys.modules["__main__"], "__file__", None)

@@ -17,7 +17,7 @@ from torch import nn
 import minigrpo
 from minigrpo import Config, evaluate, userfiles
 from minigrpo.parts import Given, Parts
-from minigrpo.rewards import RewardFunction
+from minigrpo.rewards import RewardFunction, load_rewards
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime import distributed
 from minigrpo.runtime.distributed import DistContext
@@ -165,7 +165,11 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
     rows = [{"prompt": f"{n}?"} for n in range(30)]
     right = minigrpo.reward(lambda example, text: 1.0)
     half = minigrpo.reward(lambda example, text: 1.0, weight=0.5)
-    wrong = minigrpo.reward(lambda example, text: -1.0)  # of the same name
+    ours, theirs = tmp_path / "ours" / "paid.py", tmp_path / "theirs" / "paid.py"
+    for path, value in ((ours, 1.0), (theirs, 2.0)):  # of the same name in other folders
+        path.parent.mkdir()
+        path.write_text(f"import minigrpo\n@minigrpo.reward\ndef paid(*_): return {value}\n")
+    paid, paid_otherwise = (load_rewards(str(path))[0] for path in (ours, theirs))
     file = tmp_path / "solved_by_rank.py"
 
     def digests(rows: Any, reward: Any, text: str = SOLVED, weight: float = 1.0) -> dict[str, str]:
@@ -182,11 +186,11 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
         ("rows", digests(rows[::-1], right)),
         ("rows", digests(rows[1:], right)),
         ("rewards", digests(rows, half)),
-        ("rewards", digests(rows, wrong)),
         (str(file), digests(rows, right, text=f"{SOLVED}# edited")),
         ("the weights of --teacher a", digests(rows, right, weight=1.5)),
     ]:
         assert {key for key in first if first[key] != other[key]} == {name}
+    assert digests(rows, paid)["code"] != digests(rows, paid_otherwise)["code"]
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:
