@@ -41,22 +41,31 @@ def run_tests(
 def run_once(code: str, tests: Sequence[str], setup: str, timeout_s: float) -> list[bool]:
     """The verdicts, in which a pause of the job counts like any other time."""
     expressions = [sides(test) for test in tests]
-    expected = [literal(right) for _, right in expressions]
-    if any(right and not value for (_, right), value in zip(expressions, expected, strict=True)):
-        with running(timeout_s) as other:  # code could find them in the memory of its own process
-            expected = [
-                value or other.ask("eval", right)
-                for (_, right), value in zip(expressions, expected, strict=True)
-            ]
+    expected = values_of([right for _, right in expressions], timeout_s)
     with running(timeout_s) as program:
         loaded = program.ask("exec", f"{code}\n{setup}") == [None]
-        return [
-            loaded
-            and (
-                program.ask("eval", left) == value if value else program.ask("exec", test) == [None]
-            )
-            for test, (left, _), value in zip(tests, expressions, expected, strict=True)
-        ]
+        verdicts = []
+        for test, (left, _), value in zip(tests, expressions, expected, strict=True):
+            if value:
+                verdicts.append(loaded and program.ask("eval", left) == value)
+            else:
+                verdicts.append(loaded and program.ask("exec", test) == [None])
+    return verdicts
+
+
+def values_of(rights: Sequence[str], timeout_s: float) -> list[list[object]]:
+    """[The value of each right side]; [] of one that has none, or no plain one.
+
+    A process without the program evaluates what is no literal: a program could find the values in
+    the memory of its own process.
+    """
+    values = list(map(literal, rights))
+    unknown = [number for number, right in enumerate(rights) if right and not values[number]]
+    if unknown:
+        with running(timeout_s) as other:
+            for number in unknown:
+                values[number] = other.ask("eval", rights[number])
+    return values
 
 
 def literal(right: str) -> list[object]:
