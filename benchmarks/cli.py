@@ -12,7 +12,7 @@ from rich.console import Console
 
 from minigrpo.types import ConfigError
 
-# each a module, with a class of the name that begins with a capital
+# Each names a module, which has a class of the same name with a capital.
 BENCHMARKS = ("steps", "memory", "rewards", "peers", "scaling", "gpu")
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str], prog: str = "python benchmark.py") -> None:
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("steps", argv)
     if name not in BENCHMARKS:
         raise ConfigError(f"{prog}: NAME must be one of {', '.join(BENCHMARKS)}, got {name}")
-    # an installed package has this folder under another name
+    # relative, because an installed package has this folder under another name
     benchmark: Any = tyro.cli(
         getattr(import_module(f".{name}", __package__), name.title()),
         args=list(rest),

@@ -16,8 +16,9 @@ import tyro
 from pydantic import BaseModel
 
 from minigrpo.metrics import SAMPLED
+from minigrpo.run.reading import EVAL, Run, read_run
 from minigrpo.tools.cli import run_command
-from minigrpo.tools.runs import EVAL, Run, plot_curve, read_run
+from minigrpo.tools.report import plot_curve
 
 
 class Arm(BaseModel, frozen=True):
@@ -41,7 +42,7 @@ class Figure(BaseModel):
     script: str = ""
 
 
-Runs = Mapping[tuple[str, Arm], Sequence[Run]]  # by column of the grid, and arm
+Runs = Mapping[tuple[str, Arm], Sequence[Run]]  # runs of a column of the grid and an arm
 
 
 def main(names: tyro.conf.Positional[tuple[str, ...]] = (), max_steps: int = 0) -> None:
@@ -101,7 +102,7 @@ def table(figure: Figure, runs: Runs) -> str:
             curves = [[*run.curve(series.replace("SUCCESS", run.success)).values()] for run in same]
             heading = ", ".join(filter(None, (column, measure)))
             is_evaluated = series.startswith(EVAL)
-            if figure.before and is_evaluated:  # all arms start alike, so the first one's is enough
+            if figure.before and is_evaluated:  # all arms start alike: the first one is enough
                 cells["before"].setdefault(heading, span([curve[0] for curve in curves], measure))
             results = [curve[-1] if is_evaluated else median(curve) for curve in curves]
             cells[arm.label][heading] = span(results, measure)

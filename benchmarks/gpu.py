@@ -20,11 +20,13 @@ import torch
 from rich.console import Console
 
 from minigrpo import Config
+from minigrpo.build import Job
 from minigrpo.model.hf import write_config
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.device import memory_mib, pick_device, set_up_process
-from minigrpo.tools.plan import parts_of, peak_of
-from minigrpo.types import Completions, Example, RolloutBatch
+from minigrpo.sampling.pick import Distribution
+from minigrpo.tools.plan import components_of, peak_of
+from minigrpo.types import Completion, Completions, Example, RolloutBatch
 
 from .measure import Outputs, device_name, synchronize
 from .work import RandomText, Step, Work, byte_tokenizer
@@ -61,11 +63,13 @@ class Gpu(Outputs):
             "update": partial(card.update, "0.5B"),
             "no checkpoints": partial(card.update, "0.5B", gradient_checkpointing=False),
         }
-        for kind in ("bfloat16", "NF4"):
-            adapters: dict[str, Any] = {"lora_rank": 16, "base_dtype": kind.lower()}
-            steps[f"7B, {kind}"] = partial(card.rollout, "7B", **adapters)
-            steps[f"7B, {kind}, graphs"] = partial(card.rollout, "7B", cuda_graphs=True, **adapters)
-            steps[f"7B, {kind}, update"] = partial(card.update, "7B", **adapters)
+        for dtype in ("bfloat16", "NF4"):
+            adapters: dict[str, Any] = {"lora_rank": 16, "base_dtype": dtype.lower()}
+            steps[f"7B, {dtype}"] = partial(card.rollout, "7B", **adapters)
+            steps[f"7B, {dtype}, graphs"] = partial(
+                card.rollout, "7B", cuda_graphs=True, **adapters
+            )
+            steps[f"7B, {dtype}, update"] = partial(card.update, "7B", **adapters)
         steps["compiled"] = partial(card.update, "0.5B", compile_model=True)
         steps["tests"] = card.tests
         end = time.monotonic() + 60 * self.minutes
@@ -98,7 +102,8 @@ def attempt(step: Callable[[], Mapping[str, Any]], device: torch.device) -> dict
 
 class Card:
     def __init__(self, device: torch.device, dry: bool) -> None:
-        self.device, self.dry = device, dry
+        self.device = device
+        self.dry = dry
         self.prompts, self.group, self.prompt_len = (2, 4, 20) if dry else (8, 8, 256)
         self.new_tokens = 24 if dry else 512
         self.task = RandomText(0, self.prompt_len, 1)
@@ -117,20 +122,19 @@ class Card:
         size = 1 << (20 if self.dry else 28)
         numbers = torch.zeros(size, device=self.device)  # 1 GiB
         matrix = torch.zeros(size >> 15, size >> 15, dtype=torch.bfloat16, device=self.device)
-        for _ in range(3):  # the first ones warm up
+        for _ in range(3):  # all but the last warm up
             copy_s, _ = self.seconds_of(lambda: numbers.add_(1))
             product_s, _ = self.seconds_of(lambda: matrix @ matrix)
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "torch": torch.__version__,
             "GB_per_s": 2 * numbers.nbytes / copy_s / 1e9,  # read and written
             "TFLOP_per_s": 2 * len(matrix) ** 3 / product_s / 1e12,
         }
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
-            of_torch = torch.cuda.memory_reserved()
-            found["total_mib"] = total / 2**20
-            found["context_mib"] = (total - free - of_torch) / 2**20  # if nobody else uses it
-        return found
+            figures["total_mib"] = total / 2**20
+            figures["context_mib"] = (total - free - torch.cuda.memory_reserved()) / 2**20
+        return figures
 
     def seconds_of(self, action: Callable[[], T]) -> tuple[float, T]:
         synchronize(self.device)
@@ -140,7 +144,7 @@ class Card:
         return time.perf_counter() - start, result
 
     def step(self, name: str, *, natural: bool = False, **settings: Any) -> Step:
-        """With random weights; `natural`: each token ends the completion with probability 1/256."""
+        """A step with random weights; if `natural`, tokens end completions at odds of 1/256."""
         shape = SHAPES["dry" if self.dry else name]
         with torch.device(self.device):
             model = Transformer(shape, seed=None).to_empty(device=self.device)
@@ -149,9 +153,10 @@ class Card:
             torch.nn.init.normal_(parameter.data, 0, 0.02)
         stops = frozenset(range(shape.vocab_size // 256))
         tokenizer = replace(byte_tokenizer(shape.vocab_size), stops=stops)
-        work = Work(self.config, model, tokenizer, self.task, None, not natural, self.device)
+        job = Job(self.config, tokenizer, self.task, None, ())
+        work = Work(job, model, not natural, self.device)
         step = Step(self.config.replace(**settings), work, model=model)
-        if self.device.type == "cuda":  # until here, frozen weights were in float32
+        if self.device.type == "cuda":  # frozen weights were in float32 until here
             torch.cuda.reset_peak_memory_stats()
         return step
 
@@ -160,16 +165,21 @@ class Card:
         sampler, sampling = step.sampler, step.config.sampling
         examples = [self.task.train(number) for number in range(self.prompts)]
         for tokens in (16, sampling.max_new_tokens // (8 if name == "7B" else 1)):  # 16 warm up
-            sampler.config = step.config.replace(max_new_tokens=tokens)
-            sampler.work.clear()
-            u = np.random.default_rng(0).random((self.prompts, self.group, tokens), np.float32)
-            sizes = {"num_samples": self.group, "batch_size": 0}
-            complete = partial(sampler.complete, examples, u=u, sampling=sampling, **sizes)
-            seconds, (completions, _) = self.seconds_of(complete)
+            shorter = replace(sampler, config=step.config.replace(max_new_tokens=tokens))
+            size = self.prompts, self.group, tokens
+            complete = partial(
+                shorter.complete,
+                examples,
+                num_samples=self.group,
+                uniforms=np.random.default_rng(0).random(size, np.float32),
+                distribution=Distribution.of(sampling),
+                batch_size=0,
+            )
+            seconds, sampled = self.seconds_of(complete)
         return {
             "s": seconds,
-            "ms_per_round": 1e3 * seconds / sampler.work["rounds"],
-            "tokens_per_s": int(completions.completion_mask.sum()) / seconds,
+            "ms_per_round": 1e3 * seconds / sampled.rounds,
+            "tokens_per_s": int(sampled.completions.completion_mask.sum()) / seconds,
         }
 
     def transformers(self) -> dict[str, float]:
@@ -179,8 +189,10 @@ class Card:
         with torch.device(self.device):
             model = Qwen2ForCausalLM(Qwen2Config(**write_config(shape))).bfloat16().eval()
         rows = self.prompts * self.group
-        prompts = torch.randint(1, 400, (rows, self.prompt_len), device=self.device)  # 0 pads
-        # its own defaults: from the 50 most likely tokens, without an end; the first warms up
+        prompts = torch.randint(
+            1, 400, (rows, self.prompt_len), device=self.device
+        )  # 0 is the padding
+        # By default it samples from the 50 most likely tokens. The first call warms up.
         generate = partial(model.generate, prompts, do_sample=True, pad_token_id=0)
         seconds = {n: self.seconds_of(partial(generate, max_new_tokens=n))[0] for n in (4, 8, 72)}
         per_round = (seconds[72] - seconds[8]) / 64
@@ -197,11 +209,12 @@ class Card:
             torch.ones(size, dtype=torch.bool),
             torch.zeros(size),
         )
-        examples, texts = [Example("")] * self.prompts, [[""] * self.group] * self.prompts
+        examples = [Example("")] * self.prompts
+        texts = [[Completion("")] * self.group] * self.prompts
         batch = RolloutBatch(examples, completions, texts, advantages=torch.randn(size[:2]))
         for number in range(3):
             seconds, _ = self.seconds_of(partial(step.learner.learn, batch, number))
-        planned = peak_of(parts_of(step.config, step.model.shape, self.prompt_len)) / 2**20
+        planned = peak_of(components_of(step.config, step.model.shape, self.prompt_len)) / 2**20
         return {"s": seconds, "planned_mib": planned}
 
     def tests(self) -> dict[str, Any]:

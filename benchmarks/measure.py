@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-STATUS = Path("/proc/self/status")  # of Linux
+STATUS = Path("/proc/self/status")  # Linux only
 CLEAR = Path("/proc/self/clear_refs")
 
 
@@ -56,7 +56,7 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.mib = max(self._peak() - self.before, self.mib)  # the first wins over NaN
+        self.mib = max(self._peak() - self.before, self.mib)  # max returns the first if mib is NaN
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class PeakMemory:
             return 0.0
         # otherwise allocations that reuse freed memory would not show as growth
         ctypes.CDLL(None).malloc_trim(0)
-        CLEAR.write_text("5")  # resets the peak
+        CLEAR.write_text("5")  # resets VmHWM
         return _resident("VmRSS")
 
     def _peak(self) -> float:

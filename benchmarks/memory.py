@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from minigrpo.sampling.sampler import Sampler
+from minigrpo.sampling.sampler import Sampled, Sampler
 from minigrpo.types import Completions, Example, RolloutBatch
 
 from .measure import Column, device_name, show
@@ -26,20 +26,27 @@ class RepeatedByLoader(Sampler):
     """Samples as if every completion had its own prompt."""
 
     def complete(
-        self, examples: Sequence[Example], *, num_samples: int, u: np.ndarray | None, **options: Any
-    ) -> tuple[Completions, list[list[str]]]:
-        assert u is not None
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int,
+        uniforms: np.ndarray | None,
+        **options: Any,
+    ) -> Sampled:
+        assert uniforms is not None
         many = [example for example in examples for _ in range(num_samples)]
-        u = u.reshape(-1, 1, u.shape[2])  # one completion for each of P * G prompts
-        each, texts = super().complete(many, num_samples=1, u=u, **options)
+        # one completion for each of P * G prompts
+        numbers = uniforms.reshape(-1, 1, uniforms.shape[2])
+        sampled = super().complete(many, num_samples=1, uniforms=numbers, **options)
+        each = sampled.completions
         names = ("completion_ids", "completion_mask", "sampler_logp")
         grouped: dict[str, Any] = {
             name: getattr(each, name)[:, 0].unflatten(0, (-1, num_samples)) for name in names
         }
         prompts = each.prompt_ids[::num_samples], each.prompt_len[::num_samples]
-        flat = [text for (text,) in texts]
+        flat = [text for (text,) in sampled.texts]
         groups = [flat[i : i + num_samples] for i in range(0, len(flat), num_samples)]
-        return Completions(*prompts, **grouped), groups
+        return replace(sampled, completions=Completions(*prompts, **grouped), texts=groups)
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -65,7 +72,7 @@ class Memory(WorkFlags):
         first = Work.of(replace(self, group_size=self.group_sizes[0]))
         rows = list[dict[str, Any]]()
         for size in track(self.group_sizes, "group sizes", console=console, transient=True):
-            work = replace(first, config=first.config.replace(group_size=size))
+            work = replace(first, job=first.with_flags(first.config.replace(group_size=size)))
             repeated, batch = self._measure(work, RepeatedByLoader, "repeated")
             once, _ = self._measure(work, Sampler, "prefix-tree", batch)
             assert math.isclose(once["loss"], repeated["loss"], rel_tol=1e-4), "the losses differ"

@@ -6,7 +6,7 @@ transformers and trl come with the extra `peer`, and are imported only here.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -14,18 +14,17 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast, TrainerCallback, logging
 from trl import GRPOConfig, GRPOTrainer
 
+from minigrpo.build import FrozenModels, make_scorer
 from minigrpo.config import Config
-from minigrpo.model.encoding import encode_prompt
-from minigrpo.runtime.optimizer import BETAS, learning_rate_at
-from minigrpo.types import Example
+from minigrpo.guard import NonFiniteGuard
+from minigrpo.optimizer import BETAS, learning_rate_at
+from minigrpo.runtime.device import Precision
+from minigrpo.text.encoding import encode_prompt
+from minigrpo.types import Completion, Example
 
-from .peers import RANK
-from .work import Work, WorkParts
+from .work import Strict, Work
 
-if TYPE_CHECKING:
-    from .peer_worker import Link
-
-NEVER = "<|never|>"  # where completions have a forced length; the model has no such token
+NEVER = "<|never|>"  # not a token of the model: ends completions of a forced length
 
 
 class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -42,31 +41,32 @@ class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
 
 
 class StepByStep(TrainerCallback):  # type: ignore[misc]
-    """Tells a link before each step samples, and after its optimizer step."""
+    """Calls `begin` before a step samples, and `end` after its optimizer step."""
 
-    def __init__(self, link: "Link") -> None:
-        self.link = link
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.begin = begin
+        self.end = end
 
     def on_step_begin(self, *_: Any, **options: Any) -> None:
-        self.link.begin()
+        self.begin()
 
     def on_step_end(self, *_: Any, **options: Any) -> None:
-        self.link.end()
+        self.end()
 
 
 def make_trainer(
     work: Work,
     config: Config,
     settings: Mapping[str, Any],
-    *,
     steps: int,
     folder: Path,
-    link: "Link",
+    callback: StepByStep,
+    metrics: dict[str, float],
 ) -> GRPOTrainer:
-    """A trainer of `steps` rollouts with the model in `folder`, which waits for the link."""
+    """A trainer of `steps` rollouts with the model in `folder`. Each step fills `metrics`."""
     logging.set_verbosity_error()
     own = work.tokenizer
-    own.engine.encode_special_tokens = False  # of the copy that is made of it: templates write them
+    own.engine.encode_special_tokens = False  # the tokenizer below copies it; templates write them
     turn_end = own.text_of([own.turn_end])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=own.engine,
@@ -77,14 +77,13 @@ def make_trainer(
         clean_up_tokenization_spaces=False,
     )
     examples = [work.task.train(i) for i in range(steps * config.sampling.prompts_per_step)]
-    # the end of a completion, and no padding, which gets no gradient
+    # Completions end as here. There is no padding token, which would get no gradient.
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | ends))
-    adapters = None
-    if RANK in settings:  # like this library's: on all but the output head
-        kind = {"r": settings[RANK], "lora_alpha": 2 * settings[RANK], "lora_dropout": 0.0}
-        adapters = LoraConfig(**kind, target_modules="all-linear")
+    rank = config.model.lora_rank
+    # As in this library, all layers but the output head have adapters.
+    adapters = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     SameScheduleTrainer.schedule = config
     arguments = GRPOConfig(
         output_dir=str(folder / "output"),
@@ -107,18 +106,18 @@ def make_trainer(
         disable_dropout=True,  # our GPT-2 has none; TRL would also sample with it
         shuffle_dataset=False,
         seed=config.run.seed,
-        **{name: value for name, value in settings.items() if name != RANK},
+        **settings,
     )
     asked = [list(example.messages) or example.prompt for example in examples]
     prompts = [{"prompt": prompt, "number": number} for number, prompt in enumerate(asked)]
     trainer = SameScheduleTrainer(
         model=str(folder),
-        reward_funcs=reward_function(work, config, examples, link.metrics),
+        reward_funcs=reward_function(work, config, examples, metrics),
         args=arguments,
-        peft_config=adapters,
+        peft_config=LoraConfig(**adapters) if rank else None,
         train_dataset=Dataset.from_list(prompts),
         processing_class=tokenizer,
-        callbacks=[StepByStep(link)],
+        callbacks=[callback],
     )
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.register_forward_pre_hook(count_positions_without_padding, with_kwargs=True)
@@ -143,14 +142,17 @@ def reward_function(
     work: Work, config: Config, examples: Sequence[Example], metrics: dict[str, float]
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it puts what a step of ours logs into `metrics`."""
-    scorer = WorkParts(work, config, work.model).scorer
+    precision = Precision(config.speed, work.device, NonFiniteGuard())
+    job = work.with_flags(config)
+    frozen_models = FrozenModels(job, work.model, precision, Strict(), {})
+    scorer = make_scorer(job, frozen_models, Strict().warn)
     group = config.sampling.group_size
 
     def reward(
         completions: list[Any], completion_ids: list[list[int]], number: list[int], **others: Any
     ) -> list[float]:
         asked = [examples[i] for i in number[::group]]
-        said = [x if isinstance(x, str) else x[0]["content"] for x in completions]
+        said = [Completion(x if isinstance(x, str) else x[0]["content"]) for x in completions]
         texts = [said[i : i + group] for i in range(0, len(said), group)]
         rewards: list[float] = scorer.score(asked, texts).total.flatten().tolist()
         lengths = [len(ids) for ids in completion_ids]

@@ -24,7 +24,6 @@ from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import set_up_process
 
 from .measure import PeakMemory, synchronize
-from .peers import RANK
 from .work import Step, Work, WorkFlags
 
 
@@ -37,11 +36,11 @@ class Link:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        # libraries print to standard output too: keep it for the answers, and send theirs to stderr
+        # Libraries print to standard output too. It is kept for answers, and theirs goes to stderr.
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        self.metrics = dict[str, float]()  # of the last step
-        self.trained: Callable[[], Transformer]  # the model as it is now
+        self.metrics = dict[str, float]()  # figures of the last step
+        self.trained: Callable[[], Transformer]  # returns the model as it is now
         self.evaluate: Callable[[], float]
 
     def begin(self) -> None:
@@ -81,13 +80,14 @@ def train_theirs(
     work: Work, config: Config, link: Link, folder: Path, settings: dict[str, Any], steps: int
 ) -> None:
     """Train the model in `folder` with TRL until the link is finished."""
-    from .peer_trl import make_trainer
+    from .peer_trl import StepByStep, make_trainer
 
-    trainer = make_trainer(work, config, settings, steps=steps + 1, folder=folder, link=link)
+    callback = StepByStep(link.begin, link.end)
+    trainer = make_trainer(work, config, settings, steps + 1, folder, callback, link.metrics)
 
     def trained() -> Transformer:
         model = trainer.model
-        if RANK in settings:
+        if config.model.lora_rank:
             model = deepcopy(model).merge_and_unload()
         model.save_pretrained(folder / "trained")
         return Transformer.from_pretrained(folder / "trained").to(work.device)
@@ -108,9 +108,9 @@ def held_out_reward(work: Work, config: Config, model: Transformer, number: int)
 def main() -> None:
     link = Link()
     with suppress(OSError):  # if memory runs out, the system ends this process before any other
-        Path("/proc/self/oom_score_adj").write_text("1000")  # of Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # Linux only
     asked = json.loads(sys.stdin.readline())
-    settings = asked["settings"]  # of TRL; None: this library
+    settings = asked["settings"]  # TRL's, or None for this library
     if settings is not None:
         from . import peer_trl  # noqa: F401 - imported before memory is measured, as ours is
     work = Work.of(WorkFlags(**asked["work"]))
@@ -122,7 +122,7 @@ def main() -> None:
     with TemporaryDirectory() as path, suppress(Finished):
         folder = Path(path)
         work.model.export(folder)
-        # both sides read the file; of a large model, a copy more would not fit into memory
+        # Both sides read the file. Another copy of a large model would not fit into memory.
         work = replace(work, model=Transformer(work.model.shape, seed=None))
         with PeakMemory(work.device) as memory:
 

@@ -27,19 +27,19 @@ import torch
 from rich.console import Console
 
 from minigrpo.config import Config
-from minigrpo.tools.runs import Run, plot_curve
+from minigrpo.run.reading import Run
+from minigrpo.tools.report import plot_curve
 
 from .measure import Column, Median, Outputs, device_name, gain, show
 
-RANK = "lora_rank"  # a flag here; among TRL's settings it becomes PEFT's LoraConfig
 Settings = dict[str, Any]
-# a way to train: flags of this library, and settings of TRL that do the same
+# Flags of this library, some of which TRL's row reads too, and the settings of TRL by way to train.
 WAYS: dict[str, tuple[Settings, Settings]] = {
     "float32": ({}, {"bf16": False}),
     "bfloat16": ({"use_amp": True}, {"bf16": True}),
     "lora-bfloat16": (  # frozen weights are stored in two bytes
-        {"use_amp": True, RANK: 8, "base_dtype": "bfloat16"},
-        {"bf16": True, RANK: 8, "model_init_kwargs": {"dtype": "bfloat16"}},
+        {"use_amp": True, "lora_rank": 8, "base_dtype": "bfloat16"},
+        {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
     ),
 }
 
@@ -48,9 +48,9 @@ WAYS: dict[str, tuple[Settings, Settings]] = {
 class Job:
     """What is trained, for how many steps, and how many rows take turns."""
 
-    work: Settings  # of WorkFlags
-    completions: int  # per step
-    flags: Settings = field(default_factory=dict)  # of this library, in every way
+    work: Settings  # fields of WorkFlags
+    completions: int  # number per step
+    flags: Settings = field(default_factory=dict)  # this library's, in every way
     steps: int = 30
     warm_up: int = 2  # steps that train but are not timed
     at_once: int = 4  # rows that take turns; those after them start when these have ended
@@ -61,7 +61,7 @@ SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size"
 JOBS = {
     "chess": Job({"natural": True}, 256),
     "forced": Job({"preset": "tiny"}, 64),
-    # a few steps on random text: no true answer is known that completions resemble
+    # A few steps on random text, where completions resemble no known answer.
     "qwen2.5-0.5b": Job(
         {"preset": "qwen2.5-0.5b"}, 8, {"num_speculative_tokens": 0}, 4, 1, at_once=1, held_out=0
     ),
@@ -88,8 +88,8 @@ class Row:
     """A way to train, its process, and what was measured."""
 
     name: str
-    flags: Settings = field(default_factory=dict)  # of this library
-    settings: Settings | None = None  # of TRL; None: this library
+    flags: Settings = field(default_factory=dict)  # this library's
+    settings: Settings | None = None  # TRL's, or None for this library
     status: str = ""  # why it did not run to its end
     steps: list[dict[str, float]] = field(default_factory=list)
     curve: list[tuple[float, float]] = field(default_factory=list)  # minutes, held-out reward
@@ -200,11 +200,11 @@ class Peers(Outputs):
                 "gradient_checkpointing": False,
                 **settings,
             }
-            tried.append(Row(f"TRL in batches of {size}", settings=own))
+            tried.append(Row(f"TRL in batches of {size}", flags, own))
             take_turns([tried[-1]], self._asked(job, 2, 0), console, f"trying TRL, {way}")
         fastest = min(tried, key=lambda row: min(row.seconds(1).values(), default=math.inf))
-        best = Row(f"TRL, {way}", settings=fastest.settings, status=fastest.status)
-        return [Row(f"minigrpo, {way}", flags={**job.flags, **flags}), best]
+        best = Row(f"TRL, {way}", flags, fastest.settings, fastest.status)
+        return [Row(f"minigrpo, {way}", {**job.flags, **flags}), best]
 
 
 def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, title: str) -> None:
@@ -235,7 +235,7 @@ def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, 
 
 
 def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
-    """A row's figures as plain JSON; `multiple` is of our row of the same way."""
+    """A row's figures as plain JSON; `multiple` compares it with our row of the same way."""
     figures: dict[str, Any] = {"name": row.name, "status": row.status}
     seconds = row.seconds(warm_up)
     if not seconds:

@@ -1,7 +1,8 @@
 """How long scoring takes: `python benchmark.py rewards`.
 
-The completions are samples of the shipped chess model. The benchmark fails if the scorer does not
-give the same rewards as the plain implementation.
+The completions are samples of the shipped chess model. The plain implementation scores one text
+after the other, with python-chess and python-Levenshtein. The benchmark fails if the scorer does
+not give the same rewards.
 """
 
 import time
@@ -15,9 +16,9 @@ import Levenshtein
 import numpy as np
 from rich.console import Console
 
-from minigrpo.rewards import RewardScorer
+from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.tasks.chess_env import ENDING, ChessEnv
-from minigrpo.types import Example
+from minigrpo.types import Completion, Example
 
 from .measure import Column, Outputs, device_name, show
 from .work import Step, Work, WorkFlags
@@ -47,12 +48,12 @@ class Rewards(Outputs):
         rows = []
         for size in self.sizes:
             examples = [work.task.train(i) for i in range(size // GROUP)]
-            texts = list[Sequence[str]]()
+            texts = list[Sequence[Completion]]()
             for first in range(0, len(examples), 32):
                 texts += source.roll_out(examples[first : first + 32], 0).texts
             expected = plain(examples, texts)
-            for part, values in scorer.score(examples, texts).parts.items():
-                assert np.allclose(values, expected[part]), f"{part} differs"
+            for name, scores in scorer.score(examples, texts).scores.items():
+                assert np.allclose(scores.values, expected[name]), f"{name} differs"
             naive = self._milliseconds(plain, examples, texts)
             ours = self._milliseconds(scorer.score, examples, texts)
             row = {"completions": size, "plain": naive, "scorer": ours, "speedup": naive / ours}
@@ -73,7 +74,9 @@ def plain(examples: Sequence[Example], texts: Sequence[Sequence[str]]) -> dict[s
     """The values `[P, G]` of each part; python-chess parses and writes every FEN."""
     pairs = zip(examples, texts, strict=True)
     rows = [[plain_score(example, text) for text in group] for example, group in pairs]
-    return {name: np.array([[s[name] for s in row] for row in rows]) for name in ChessEnv.parts}
+    return {
+        name: np.array([[s[name] for s in row] for row in rows]) for name in ChessEnv.reward_weights
+    }
 
 
 def plain_score(example: Example, text: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from minigrpo.tools.runs import LoggedNumbers, read_run
+from minigrpo.run.reading import LoggedNumbers, read_run
 
 from .measure import Column, Median, Outputs, device_name, show
 
@@ -62,7 +62,7 @@ class Scaling(Outputs):
             words = f"-m torch.distributed.run --standalone --nproc_per_node={number_of_processes}"
             words += f" -m minigrpo train --max-steps {self.steps} --eval-every 0 --eval-size 8"
             command = [sys.executable, *words.split(), "--save-every=1000000", f"--out-dir={run}"]
-            # the package of a checkout, too, is found from whatever folder this starts in
+            # finds the package of a checkout from any folder
             here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
             subprocess.run(command, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
             return read_run(run, print).metrics[3:]  # the first ones warm up

@@ -23,15 +23,15 @@ from torch import Tensor
 
 import grpo
 from minigrpo.config import Config
+from minigrpo.rng import uniforms
 from minigrpo.runtime.device import PhaseTimer, set_up_process
-from minigrpo.runtime.rng import uniforms
 from minigrpo.types import Example, RolloutBatch
 
 from .measure import Column, Median, device_name, gain, show
 from .work import FROZEN_LR, Step, Work, WorkFlags, allocated, peak_of
 
 GRPO_PY = "grpo.py"
-# name of a row -> the flags that it adds to those of the rows above it
+# The flags that each row adds to those of the rows above it.
 LAYERS: dict[str, dict[str, Any]] = {
     GRPO_PY: {},
     "the library, no speed layers": {},
@@ -49,7 +49,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "one prompt at a time": {"micro_batch_size": 1},
 }
 SWITCHES = {name for flags in LAYERS.values() for name, x in flags.items() if x is True}
-# every speed layer off, regardless of defaults and config
+# Every speed layer is off, whatever the defaults and the config say.
 PLAIN = {"packing": "repeated", "num_speculative_tokens": 0, **dict.fromkeys(SWITCHES, False)}
 ONLY_ON_CUDA = ("TF32", "CUDA graphs of rounds", "torch.compile")
 PHASES = ("rollout", "reward", "reference", "update")
@@ -98,7 +98,7 @@ class GrpoPyStep:
             scores = [grpo.reward(self.work.task, example, text) for example, text in pairs]
             rewards = torch.tensor(scores, device=self.device).view(prompts, group_size)
             A = grpo.advantages(rewards).flatten()  # [B]
-        # as many rows at a time as the workload sets
+        # a micro-batch has as many rows as the work says
         most = self.config.memory.micro_batch_size * group_size or len(ids)
         for rows in torch.arange(len(ids), device=self.device).split(most):
             ref_logp = None
@@ -120,7 +120,7 @@ class GrpoPyStep:
             "seconds": time.perf_counter() - start,
             **self.timer.take(),
             "completion_tokens": float(mask.sum()),
-            # forwards after the one over the prompts
+            # forward passes after the one over the prompts
             "rollout/rounds": float(ids.shape[1] - 1 - mask.any(0).int().argmax()),
             "rollout/tokens": tokens,
             "tokens/run": tokens,
@@ -178,7 +178,7 @@ class Steps(WorkFlags):
         work = Work.of(self)
         title = f"{device_name(work.device)}: {work.describe()}"
         rows = rows_on(work.device.type)
-        # a GPU has no room for the models of all rows, so there they run one after the other
+        # A GPU cannot hold the models of all rows, so there they run one after the other.
         groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
         baseline: Baseline | None = None
         with Progress(console=console, transient=True) as progress:
@@ -202,12 +202,12 @@ class Steps(WorkFlags):
         return {"device": device_name(work.device), "rows": records, "tables": [table]}
 
 
-def rows_on(kind: str) -> list[Row]:
-    """Every layer of a kind of device, on top of the layers above it."""
+def rows_on(device_type: str) -> list[Row]:
+    """The rows for a type of device, each with one layer more than the row above it."""
     rows = list[Row]()
     flags = PLAIN
     for name, added in LAYERS.items():
-        if kind == "cuda" or name not in ONLY_ON_CUDA:
+        if device_type == "cuda" or name not in ONLY_ON_CUDA:
             flags = {**flags, **added}
             rows.append(Row(name, flags))
     return rows
@@ -222,7 +222,7 @@ def _begin(row: Row, work: Work, baseline: Baseline | None) -> Baseline | None:
     before = allocated(work.device)
     row.step = GrpoPyStep(config, work) if row.name == GRPO_PY else Step(config, work)
     row.peak_mib = peak_of(row.step, work.device, before)
-    if isinstance(row.step, GrpoPyStep):  # its gradient is the library's: tests/test_grpo.py
+    if isinstance(row.step, GrpoPyStep):  # tests/test_grpo.py compares its gradient
         return baseline
     batch = baseline.batch if baseline else row.step.batch
     gradient = [g.cpu().double() for g in row.step.gradient(batch)[1]]

@@ -18,22 +18,25 @@ import tyro
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
+from minigrpo.build import FrozenModels, Job, make_scorer, resolve
 from minigrpo.config import Config, read_toml
+from minigrpo.given import Given
+from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
-from minigrpo.model.tokenizer import Tokenizer
+from minigrpo.model.packing import pack
+from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.parts import Given, Parts
-from minigrpo.resolve import resolve
-from minigrpo.rewards import similarity
+from minigrpo.rewards.functions import similarity
+from minigrpo.rng import stream
 from minigrpo.rollout import RolloutBatches
 from minigrpo.run.console import Console
-from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
+from minigrpo.runtime.device import PhaseTimer, Precision, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.prefetch import ExamplePrefetcher
-from minigrpo.runtime.rng import stream
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.task import Task
-from minigrpo.turns.environments import EnvironmentSet
+from minigrpo.tasks.base import ExamplePrefetcher
+from minigrpo.text.tokenizer import Tokenizer
+from minigrpo.turns.dialogues import Dialogues
 from minigrpo.types import Example, RolloutBatch
 
 from .measure import Outputs, PeakMemory
@@ -44,9 +47,9 @@ FROZEN_LR = 1e-30  # a learning rate that leaves float32 weights as they are
 class Preset(NamedTuple):
     """A made-up job."""
 
-    shape: Mapping[str, Any]  # of a `ModelShape`, without the context
+    shape: Mapping[str, Any]  # fields of `ModelShape`, without the context
     prompt_len: int
-    settings: Mapping[str, float]  # of a `Config`
+    settings: Mapping[str, float]  # settings of `Config`
 
 
 TINY = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 4}
@@ -56,7 +59,7 @@ EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
 TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
 PRESETS = {
     "tiny": Preset(TINY, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 80}),
-    # of the peers benchmark alone: grpo.py's cache knows no grouped queries
+    # For the peers benchmark alone, because the cache of grpo.py has no grouped queries.
     "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
 }
 
@@ -64,7 +67,7 @@ PRESETS = {
 class RandomText(Task):
     """Random prompts and answers of given lengths, one token per character."""
 
-    parts: Mapping[str, float] = {"similarity": 1.0}
+    reward_weights: Mapping[str, float] = {"similarity": 1.0}
 
     def __init__(self, seed: int, prompt_len: int, answer_len: int) -> None:
         self.seed = seed
@@ -128,13 +131,26 @@ class WorkFlags(Outputs):
 class Work:
     """One job, the same for every row of a benchmark."""
 
-    config: Config
+    job: Job
     model: Transformer  # on the device; every row trains a copy
-    tokenizer: Tokenizer
-    task: Task
-    environments: EnvironmentSet | None
-    forced: bool  # no end of text: every completion has max_new_tokens tokens
+    forced: bool  # whether completions never end before max_new_tokens
     device: torch.device
+
+    @property
+    def config(self) -> Config:
+        return self.job.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.job.tokenizer
+
+    @property
+    def task(self) -> Task:
+        return self.job.task
+
+    def with_flags(self, config: Config) -> Job:
+        """The same job with other flags."""
+        return replace(self.job, config=config)
 
     @classmethod
     def of(cls, flags: WorkFlags) -> "Work":
@@ -148,9 +164,10 @@ class Work:
             settings |= read_toml(file)
         settings |= {**flags.sizes(), "max_steps": 10**6, "out_dir": ""}
         config = resolve(Config.of(**settings))
-        parts = Parts(config, device)
-        chosen = parts.model, parts.tokenizer, parts.task, parts.environments
-        return cls(config, *chosen, forced=False, device=device)
+        job = Job.of(config, Given())
+        source = ModelSource.of(config.model.name, config.task.name)
+        model = source.start(config, job.tokenizer, print, {}).to(device)
+        return cls(job, model, forced=False, device=device)
 
     @classmethod
     def _made_up(cls, flags: WorkFlags) -> "Work":
@@ -162,8 +179,8 @@ class Work:
         model = Transformer(shape, seed=config.run.seed).to(device)
         # answers are longer than completions, so that proposals never run out
         task = RandomText(config.run.seed, preset.prompt_len, max_new_tokens + 32)
-        tokenizer = byte_tokenizer(shape.vocab_size)
-        return cls(config, model, tokenizer, task, None, forced=True, device=device)
+        job = Job(config, byte_tokenizer(shape.vocab_size), task, None, ())
+        return cls(job, model, forced=True, device=device)
 
     def describe(self) -> str:
         """The job in one line."""
@@ -183,16 +200,6 @@ class Strict(Console):
         raise MemoryError(text)
 
 
-class WorkParts(Parts):
-    """The parts of a job with other flags, for a model that is trained itself."""
-
-    def __init__(self, work: Work, config: Config, model: Transformer) -> None:
-        super().__init__(config, work.device, Strict(), Given(model=model))
-        self.tokenizer = work.tokenizer
-        self.task = work.task
-        self.environments = work.environments
-
-
 class Step:
     """The library's training step with the flags of a config, on a copy of the job's model."""
 
@@ -203,36 +210,42 @@ class Step:
         sampler: type[Sampler] = Sampler,
         model: Transformer | None = None,
     ) -> None:
-        """`model` is trained itself; None: a copy of the job's. --lora-rank adds adapters."""
+        """Trains `model`, or by default a copy of the job's model. --lora-rank adds adapters."""
         self.config = config
         self.device = work.device
         self.timer = PhaseTimer(self.device)
-        parts = WorkParts(work, config, copy.deepcopy(work.model) if model is None else model)
+        job = work.with_flags(config)
+        loss = Given().loss_spec(config)
+        warn = Strict().warn
         dist = DistContext()
-        warn = parts.console.warn
-        self.model = parts.model
-        self.learner = Learner(
-            config, self.model, parts.loss, precision=parts.precision, dist=dist, warn=warn
-        )
-        stops = frozenset[int]() if work.forced else work.tokenizer.stops
+        precision = Precision(config.speed, self.device, NonFiniteGuard())
+        trained = copy.deepcopy(work.model) if model is None else model
+        source = ModelSource.of(config.model.name, config.task.name)
+        self.model = source.start(config, job.tokenizer, print, {}, trained)
+        self.learner = Learner(config, self.model, loss, precision=precision, dist=dist, warn=warn)
+        dialogues = None
+        if job.environments is not None:
+            dialogues = Dialogues(config, job.environments, job.tokenizer, warn)
+        stops = frozenset[int]() if work.forced else job.tokenizer.stops
         self.sampler = sampler(
             config,
             self.model,
-            replace(work.tokenizer, stops=stops),
-            autocast=parts.precision.autocast,
+            replace(job.tokenizer, stops=stops),
+            autocast=precision.autocast,
             warn=warn,
-            speculate=work.task.speculate,
-            dialogues=parts.sampler.dialogues,
+            speculate=job.task.speculate,
+            dialogues=dialogues,
         )
+        frozen_models = FrozenModels(job, self.model, precision, Strict(), {})
         per_step = config.sampling.prompts_per_step
         self.source = RolloutBatches(
             config,
-            ExamplePrefetcher(work.task, per_step, dist.share(per_step)),
+            ExamplePrefetcher(job.task, per_step, dist.share(per_step)),
             self.sampler,
-            parts.scorer,
-            parts.loss,
-            parts.reference,
-            parts.teacher,
+            make_scorer(job, frozen_models, warn),
+            loss,
+            frozen_models.of_flag("--reference", config.loss.reference_model),
+            frozen_models.of_flag("--teacher", config.loss.teacher),
             dist,
             self.timer,
         )
@@ -240,7 +253,7 @@ class Step:
 
     def step(self, number: int) -> dict[str, float]:
         """Run one training step; return its seconds, total and by phase, and its token counts."""
-        set_up_process(self.config.speed, self.device)  # process-wide: set it again
+        set_up_process(self.config.speed, self.device)  # another row may have changed it
         self.timer.take()
         start = time.perf_counter()
         self.batch = self.source.batch(number)
@@ -262,8 +275,10 @@ class Step:
         """
         set_up_process(self.config.speed, self.device)
         with torch.no_grad():
+            packed = pack(batch.completions, self.config.speed.packing)
+            batch = replace(batch, packed=packed)
             pieces = batch.split(self.config.memory.micro_batch_size or len(batch))
-            logps = [self.learner.forward(self.learner.pack(piece)).logp for piece in pieces]
+            logps = [self.learner.forward(piece).logp for piece in pieces]
             total = sum(float(logp.double().sum()) for logp in logps)
         self.learner.gradient(*self.learner.prepare(batch))
         weights = self.model.parameters()

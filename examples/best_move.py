@@ -8,10 +8,10 @@ A line of the data is a prompt and its completion:
 
     P: <FEN> M: <moves> E: <evaluations> B: <best move>
 
-This is the form in which RookWorld-LM's data are published. A chess engine that is asked for
-several lines of a position (UCI's option MultiPV) says what goes into one.
+RookWorld-LM's data are published in this form. A chess engine gives the contents of a line if it is
+asked for several lines of a position (UCI's option MultiPV).
 
-Moves are in UCI notation, up to five, best first. There is one evaluation for each move, in the
+Moves are in UCI notation, up to five, with the best one first. Each move has an evaluation, in the
 same order, in pawns, from the point of view of the side to move; 999.98 is mate in two.
 """
 
@@ -23,7 +23,8 @@ from typing import NamedTuple
 import chess
 
 from minigrpo.fen import position_key
-from minigrpo.tasks.data import Row, Rows
+from minigrpo.tasks.rows import Row
+from minigrpo.tasks.splits import Rows
 from minigrpo.types import Example
 
 PROMPT = "P: "
@@ -31,24 +32,24 @@ EQUALLY_WON = 10.0  # pawns; evaluations beyond this count as equal
 MAX_SCORED_CHARS = 400
 MOVE = "[a-h][1-8][a-h][1-8][qrbn]?"
 NUMBER = r"-?[0-9]{1,4}(?:\.[0-9]{1,2})?"
-# whatever is there of the three, in this order
+# moves, evaluations and the best move, in this order; any of them may be missing
 ADVICE = re.compile(
     rf"(?:.*?M:((?: +{MOVE})+))?(?:.*?E:((?: +{NUMBER})+))?(?:.*?B: +({MOVE}))?", re.DOTALL
 )
 
 
 class BestMove(Rows):
-    """Completions are scored part by part against the engine's answer.
+    """Completions are scored against the engine's answer.
 
-    Parts, each in [0, 1]:
-        best: the move after B: is the true best move.
-        moves: how many of the true moves are listed, divided by the length of the longer list.
-        evals: the sum of 1 / (1 + error in pawns) over those moves, divided by the same length.
-        legal: the share of legal, distinct moves among all that are written.
-        format: the text has the form above, with as many evaluations as moves.
+    The rewards are in [0, 1]:
+        best: The move after B: is the true best move.
+        moves: The number of true moves that are listed, divided by the length of the longer list.
+        evals: The sum of 1 / (1 + error in pawns) over those moves, divided by the same length.
+        legal: The fraction of legal, distinct moves among all written ones.
+        format: The text has the form above, with as many evaluations as moves.
     """
 
-    parts: Mapping[str, float] = {
+    reward_weights: Mapping[str, float] = {
         "best": 1.0,
         "moves": 0.5,
         "evals": 0.5,
@@ -61,7 +62,7 @@ class BestMove(Rows):
         super().__init__(seed, data, eval_data, parse_line)
 
     def read(self, files: Sequence[Path], argument: str = "data") -> list[Row]:
-        """One row of each line, in place of the rows of JSONL files."""
+        """A row for each line, in place of the rows of JSONL files."""
         return [parse_line(line) for path in files for line in path.read_text().splitlines()]
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
@@ -73,7 +74,7 @@ class BestMove(Rows):
         true_evals = dict(zip(truth.moves, truth.evals, strict=True))
         evals = dict(zip(written.moves, written.evals, strict=False))
         close = [closeness(true_evals[move], evals[move]) for move in true_evals if move in evals]
-        # divided by the longer list, so that extra and repeated moves lower the score
+        # the longer list is the divisor, so that extra and repeated moves lower the score
         longest = max(len(written.moves), len(truth.moves))
         return {
             "best": float(written.best == truth.best),
@@ -85,7 +86,7 @@ class BestMove(Rows):
 
 
 class Advice(NamedTuple):
-    """What a text says of a position, as far as it is there."""
+    """The contents of a completion; any of them may be empty."""
 
     moves: list[str]
     evals: list[str]
@@ -94,18 +95,18 @@ class Advice(NamedTuple):
     @classmethod
     def read(cls, text: str) -> "Advice":
         match = ADVICE.match(text[:MAX_SCORED_CHARS])
-        assert match  # every part of it may be missing
+        assert match  # the pattern matches any text
         moves, evals, best = (part or "" for part in match.groups())
         return cls(moves.split(), evals.split(), best)
 
     def is_whole(self, text: str) -> bool:
-        """Whether a text is this and nothing else, with an evaluation for each move."""
+        """Whether a text has only these contents, with an evaluation for each move."""
         words = ["M:", *self.moves, "E:", *self.evals, "B:", self.best]
         return text.split() == words and len(self.moves) == len(self.evals)
 
 
 def closeness(first: str, second: str) -> float:
-    """1 for equal evaluations, 1/2 for a pawn of difference."""
+    """1 for equal evaluations, 1/2 for a difference of one pawn."""
     return 1 / (1 + abs(clipped(first) - clipped(second)))
 
 
@@ -114,7 +115,7 @@ def clipped(evaluation: str) -> float:
 
 
 def parse_line(line: str) -> Row:
-    """The row of a line. The completion begins with the space before `M:`, which its token has."""
+    """The row of a line. The completion begins with the space before `M:`, as its token does."""
     prompt = line.partition(" M:")[0]
     question = position_key(prompt.removeprefix(PROMPT))
     return Row(question, Example(prompt, line.removeprefix(prompt)))

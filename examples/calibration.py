@@ -3,18 +3,18 @@
 This is RLCR (arXiv 2507.16806). A completion states its confidence q, a number from 0 to 1. With
 c = 1 for a right answer and 0 for a wrong one,
 
-    reward = 0.5 format + 0.5 c + 0.5 (1 - (c - q)^2),    all 0 where the form does not match.
+    reward = 0.5 format + 0.5 c + 0.5 (1 - (c - q)^2),    or 0 if the form does not match.
 
-The last term is 1 minus the Brier score, in expectation largest for q = P(c = 1). With `--data`,
-the questions are those of `--task prompts` or `math`. Messages ask for the published form, and
-plain prompts, which stay as they are, for the short one:
+The last term is 1 minus the Brier score. Its expectation is largest for q = P(c = 1). With
+`--data`, the questions come from `--task prompts` or `math`. Messages ask for the published form;
+plain prompts stay as they are, and the model learns the short form:
 
     <think>...</think> <answer>8</answer> <analysis>...</analysis> <confidence>0.5</confidence>
     8<confidence>0.5</confidence>
 
-Without `--data`, a hidden digit is to be guessed. Each prompt, such as `47_1, 3 or 8: `, says which
-digits are possible: one, two, five or all ten, a quarter of the prompts each, with equal chances.
-So 1, 1/2, 1/5 or 1/10 is the best confidence.
+Without `--data`, the task is to guess a hidden digit. Each prompt, such as `47_1, 3 or 8: `, says
+which digits are possible, with equal chances. In a quarter of the prompts each, one, two, five or
+all ten are possible. So the best confidence is 1, 1/2, 1/5 or 1/10.
 
     minigrpo train --config calibration
 """
@@ -26,12 +26,12 @@ from dataclasses import replace
 import numpy as np
 
 from minigrpo.evaluate import calibration
-from minigrpo.model.chat import extended
-from minigrpo.runtime.rng import stream
-from minigrpo.tasks.base import Generated, SourceTask, is_held_out
-from minigrpo.tasks.data import Files
+from minigrpo.rng import stream
+from minigrpo.tasks.base import Generated, SourceTask
 from minigrpo.tasks.math import HASHES, Math, final_answer
 from minigrpo.tasks.prompts import Prompts
+from minigrpo.tasks.splits import Files, is_held_out
+from minigrpo.text.chat import extended
 from minigrpo.types import Example
 
 REQUEST = (
@@ -42,10 +42,10 @@ REQUEST = (
 
 HALVES = {"even": "02468", "odd": "13579", "below 5": "01234", "above 4": "56789"}
 TAG = re.compile("</?(?:think|answer|analysis|confidence)>")
-# 0, 1 or a fraction, without sign, exponent or percent
+# 0, 1 or a fraction, without a sign, an exponent or a percent sign
 CONFIDENCE = r"<confidence>\s*([01](?:\.0*)?|0?\.[0-9]+)\s*</confidence>\s*"
 PLAIN_FORM = re.compile(f"(.*){CONFIDENCE}", re.DOTALL)
-# without <think>, which some chat templates write at the end of the prompt
+# <think> is not required, because some chat templates write it at the end of the prompt
 CHAT_FORM = re.compile(
     rf".*</think>\s*<answer>\s*+(.*)</answer>\s*<analysis>.*</analysis>\s*{CONFIDENCE}", re.DOTALL
 )
@@ -55,7 +55,7 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
     """The answer and the confidence that a completion states; None if its form does not match."""
     tags = TAG.findall(text)
     if len(tags) != len({*tags}):
-        return None  # so there is only one way to match, and time grows with the text only
+        return None  # so there is only one way to match, in linear time
     match = (CHAT_FORM if chat else PLAIN_FORM).fullmatch(text)
     return (match[1].rstrip(), float(match[2])) if match else None
 
@@ -63,14 +63,14 @@ def parse(text: str, *, chat: bool) -> tuple[str, float] | None:
 class Calibration(SourceTask):
     """Another task's questions, whose answers also state a confidence.
 
-    True answers, for supervised fine-tuning, state random ones: they teach nothing but the form.
+    The true answers for supervised fine-tuning state random confidences, and teach only the form.
     """
 
-    parts: Mapping[str, float] = {  # all 0 where the form does not match
+    reward_weights: Mapping[str, float] = {  # all rewards are 0 if the form does not match
         "format": 0.5,  # the form matches
         "correct": 0.5,  # the other task's measure of success says that the answer is right
         "brier": 0.5,  # 1 - (correct - confidence)^2
-        "confidence": 0.0,  # as stated: a metric
+        "confidence": 0.0,  # the stated confidence, a metric
     }
     success = "correct"
 
@@ -82,7 +82,7 @@ class Calibration(SourceTask):
         chat: bool = False,
         judge: str = "exact",
     ) -> None:
-        """`judge` is that of `--task prompts`, or `math`; `chat`: plain prompts become messages."""
+        """`judge` is a judge of `--task prompts`, or math. `chat` makes plain prompts messages."""
         self.seed = seed
         self.chat = chat
         if not (data or eval_data):
@@ -95,28 +95,28 @@ class Calibration(SourceTask):
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         stated = parse(text, chat=bool(example.messages))
         if stated is None:
-            return dict.fromkeys(self.parts, 0.0)
+            return dict.fromkeys(self.reward_weights, 0.0)
         answer, confidence = stated
         if isinstance(self.source, Math) and not final_answer(answer, HASHES):
-            answer = f"{HASHES} {answer}"  # what is in the tags is the final answer
+            answer = f"{HASHES} {answer}"  # the content of the tags is the final answer
         truth = example.fields["true_answer"]
         scores = self.source.score(replace(example, answer=truth), answer)
         correct = scores.get(self.source.success, float(answer == truth))  # a digit has no score
         brier = 1 - (correct - confidence) ** 2
         return {"format": 1.0, "correct": correct, "brier": brier, "confidence": confidence}
 
-    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """The calibration of the completions whose form matches: others have no confidence."""
-        valid = parts["format"] == 1
+    def summaries(self, values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        """The calibration of completions whose form matches; others have no confidence."""
+        valid = values["format"] == 1
         if not valid.any():
             return {}
-        confidence = parts["confidence"][valid]
-        measures = calibration(confidence, parts["correct"][valid])
-        brier_score = measures.pop("brier")  # the part of this name is 1 minus the square
+        confidence = values["confidence"][valid]
+        measures = calibration(confidence, values["correct"][valid])
+        brier_score = measures.pop("brier")  # the reward of this name is 1 minus the square
         return {"brier_score": brier_score, **measures, "mean_confidence": confidence.mean()}
 
     def ask(self, example: Example, number: int, split: str) -> Example:
-        """The example with the request for the form, and with a true answer in that form."""
+        """Add the request for the form to an example, and a true answer in that form."""
         messages = [*example.messages]
         if self.chat and not messages:
             messages = [{"role": "user", "content": example.prompt}]
@@ -132,7 +132,7 @@ class Calibration(SourceTask):
     def _digit(self, number: int, held_out: bool) -> Example:
         """A question about a hidden digit; `kind` is the chance of the best answer."""
         rng = stream(self.seed, "hidden digit", number, held_out)
-        size = (1, 2, 5, 10)[number % 4]  # how many digits are possible
+        size = (1, 2, 5, 10)[number % 4]  # number of possible digits
         while True:
             shown = [*map(str, rng.integers(10, size=4))]
             shown[rng.integers(4)] = "_"

@@ -2,9 +2,9 @@
 
     python examples/chat.py MODEL
 
-MODEL is a chat model as Hugging Face publishes it: its folder, or ORG/NAME. Ten steps show how the
-parts go together; set more steps and data of your own. The same command goes on with a run that was
-interrupted.
+MODEL is a chat model as Hugging Face publishes it: its folder, or ORG/NAME. Ten steps only show how
+everything fits together; use more steps and your own data. If a run was interrupted, the same
+command continues it.
 """
 
 import re

@@ -1,6 +1,6 @@
-r"""How the model that ships for countdown was made: by random searches (--config countdown-sft).
+r"""The data of the model that ships for countdown: random searches (--config countdown-sft).
 
-More of the same, as the control of GRPO in docs/results.md:
+The control of GRPO in docs/results.md continues with such data:
 
     minigrpo train --task examples/countdown_sft.py --model minigrpo/assets/countdown.safetensors \
         --loss nll --group-size 1 --prompts-per-step 256 --learning-rate 5e-4 \
@@ -13,12 +13,12 @@ import numpy as np
 
 from minigrpo.tasks.countdown import Countdown, random_attempt
 
-STOP_SHARE = 1 / 3  # of the attempts that do not hit: the search ends after them
+STOP_PROBABILITY = 1 / 3  # probability that a search ends after an attempt that does not hit
 MAX_ATTEMPTS = 8
 
 
 def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-    """Random attempts, none of them twice, until one hits or after a random number.
+    """Write random attempts, none of them twice, until one hits or after a random number.
 
     `<` follows an attempt that is below the target, and `>` one that is above.
     """
@@ -30,15 +30,15 @@ def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int)
             made.add(attempt.steps)
             text += attempt.steps
             is_hit = attempt.value == target
-            if is_hit or rng.random() < STOP_SHARE or len(made) == MAX_ATTEMPTS:
+            if is_hit or rng.random() < STOP_PROBABILITY or len(made) == MAX_ATTEMPTS:
                 return text
             text += "<" if attempt.value < target else ">"
-        elif rng.random() < STOP_SHARE:  # perhaps there is no other
+        elif rng.random() < STOP_PROBABILITY:  # there may be no other attempt
             return text[:-1]
 
 
 class RandomSearches(Countdown):
-    """Problems with a random search as the text to learn from."""
+    """Problems whose answer is a random search."""
 
     def answer(self, rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
         return random_search(rng, numbers, target)

@@ -16,7 +16,7 @@ def calculate(expression: str) -> str:
 
 
 class CountdownTool(Countdown):
-    """The calculator may be called before the answer, which is the last turn."""
+    """Problems in which the model may call the calculator before it answers in its last turn."""
 
     tools = (calculate,)
     difficulty = "3x20"

@@ -1,27 +1,27 @@
-"""How the model that ships for countdown-tool was made (--config countdown-tool-sft)."""
+"""The data of the model that ships for countdown-tool (--config countdown-tool-sft)."""
 
 from dataclasses import replace
 
 from countdown_tool import CountdownTool
 
-from minigrpo.runtime.rng import stream
+from minigrpo.rng import stream
 from minigrpo.tasks.countdown import random_attempt
 from minigrpo.types import Example
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'
 MAX_CALLS = 4
-HIT_SHARE = 1 / 3  # of the dialogues: their last call hits the target
+HIT_PROBABILITY = 1 / 3  # probability that the last call of a dialogue hits the target
 
 
 class RandomCalls(CountdownTool):
-    """Dialogues of random calls. An answer is what hit the target, or what was tried last."""
+    """Dialogues of random calls. The answer is the call that hit the target, else a next call."""
 
     def train(self, number: int) -> Example:
         example = super().train(number)
         numbers = example.fields["nums"]
         target = example.fields["target"]
         rng = stream(self.seed, "countdown/begun", example.index)
-        hits = rng.random() < HIT_SHARE
+        hits = rng.random() < HIT_PROBABILITY
         num_calls = int(rng.integers(MAX_CALLS + 1)) + hits
         messages = [{"role": "user", "content": example.prompt}]
         for call in range(1, num_calls + 1):

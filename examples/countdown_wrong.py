@@ -1,8 +1,8 @@
-"""countdown_tool.py with a calculator that says one too much: does a model use what it says?
+"""countdown_tool.py with a calculator whose results are too large by one: does a model use them?
 
     minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
 
-A model that does not solves as many problems as with a calculator that is right.
+A model that ignores the results solves as many problems as with the right calculator.
 """
 
 import countdown_tool

@@ -1,10 +1,10 @@
 """Guess a number from two words, `<` and `>`: a game that only several turns can teach.
 
-    0-30: 15 < 7 > 11 < 9 =        the secret is 9, found by the fourth of six guesses
+    0-30: 15 < 7 > 11 < 9 =        the fourth of six guesses finds the secret, 9
 
-`<` says that the secret is smaller than the guess, and `>` that it is larger. Always halving what
-is left finds each number by the fifth guess at the latest, and by 4.16 guesses on average. Nobody
-shows that to the model.
+`<` says that the secret is smaller than the guess, and `>` that it is larger. A player who always
+halves the possible numbers finds each secret by the fifth guess at the latest, and by 4.16 guesses
+on average. No example shows that to the model.
 
     minigrpo train --config guess
 """
@@ -12,7 +12,7 @@ shows that to the model.
 from dataclasses import replace
 
 from minigrpo import Example, Task
-from minigrpo.runtime.rng import stream
+from minigrpo.rng import stream
 
 PROMPT = "0-30: "
 NUMBERS = [*map(str, range(31))]
@@ -20,14 +20,14 @@ GUESSES = 6
 
 
 class Game:
-    """The reward is 1 if the secret is found, and half of the share of guesses that are left."""
+    """A found secret earns 1, and half of the fraction of guesses that are left."""
 
     def reset(self, secret: str) -> None:
         self.secret = secret
         self.guesses_left = GUESSES
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """What the game answers, the reward, and whether it is over."""
+        """The game's answer, the reward, and whether the game is over."""
         self.guesses_left -= 1
         if text == self.secret:
             return "=", 1 + 0.5 * self.guesses_left / GUESSES, True
@@ -38,9 +38,9 @@ class Game:
 
 
 class Guess(Task):
-    """Games with each secret equally often: in a shuffled order, and held out in turn.
+    """Games with each secret equally often, in a shuffled order for training.
 
-    No secret is held out: held-out games differ by the random numbers of their guesses.
+    Training sees every secret. Held-out games differ by the random numbers of their guesses.
     """
 
     environment = Game

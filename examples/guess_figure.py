@@ -1,4 +1,4 @@
-"""Draw how many numbers are still possible after each guess of `--config guess`, beside halving.
+"""Plot how many numbers are still possible after each guess of `--config guess`, beside halving.
 
     python examples/guess_figure.py runs/guess-0 runs/guess-1 --out docs/guess.png
 
@@ -13,13 +13,13 @@ import numpy as np
 import tyro
 from guess import GUESSES, NUMBERS
 
-from minigrpo.evaluate import grade, held_out
+from minigrpo.evaluate import grade, held_out_examples
 from minigrpo.run.console import Console
-from minigrpo.tools.common import ModelArguments, config_of, open_parts
+from minigrpo.tools.models import ModelArguments, OpenedModel, config_of
 
 
 def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
-    """The numbers that are possible after a guess, from the lowest to the highest."""
+    """The lowest and the highest number that are possible after a guess."""
     if guess == secret:
         return secret, secret
     if guess < secret:
@@ -28,9 +28,9 @@ def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
 
 
 def possible(secret: int, guesses: Sequence[int]) -> list[int]:
-    """How many numbers are possible before and after each of GUESSES guesses.
+    """The count of possible numbers before and after each of GUESSES guesses.
 
-    A game that is over leaves them as they are.
+    After the end of a game, the count stays the same.
     """
     low, high = 0, len(NUMBERS) - 1
     sizes = [high - low + 1]
@@ -41,7 +41,7 @@ def possible(secret: int, guesses: Sequence[int]) -> list[int]:
 
 
 def halving(secret: int) -> list[int]:
-    """The guesses that halve what is possible, until the secret is found."""
+    """The guesses that halve the possible numbers, until the secret is found."""
     low, high = 0, len(NUMBERS) - 1
     guesses = list[int]()
     while secret not in guesses:
@@ -56,13 +56,13 @@ def sampled(model: str) -> np.ndarray:
     task = str(Path(__file__).with_name("guess.py"))
     given = {"task": task, "tokenizer": "dialogue", "max_new_tokens": 20}
     config = config_of(ModelArguments(run=model), given)
-    parts = open_parts(config, Console())
-    examples = held_out(parts.task, 16 * len(NUMBERS))
-    games = grade(parts.sampler, parts.scorer, examples, 1).texts
+    opened = OpenedModel.of(config, Console())
+    examples = held_out_examples(opened.job.task, 16 * len(NUMBERS))
+    games = grade(opened.sampler, opened.scorer, examples, 1).texts
     rows = []
     for example, (game,) in zip(examples, games, strict=True):
-        said = [message["content"] for message in game.messages]
-        guesses = [int(text) for text in said if text in NUMBERS]
+        texts = [message["content"] for message in game.messages]
+        guesses = [int(text) for text in texts if text in NUMBERS]
         rows.append(possible(int(example.answer), guesses))
     return np.mean(rows, axis=0)
 

@@ -1,6 +1,6 @@
-"""How the model that ships for guess was made: by random games (--config guess-sft).
+"""The data of the model that ships for guess: random games (--config guess-sft).
 
-More of the same, as the control of GRPO in docs/results.md:
+The control of GRPO in docs/results.md continues with such data:
 
     minigrpo train --config guess --task examples/guess_sft.py --loss nll
 """
@@ -9,28 +9,28 @@ from dataclasses import replace
 
 from guess import GUESSES, NUMBERS, PROMPT, Game, Guess
 
-from minigrpo.runtime.rng import stream
+from minigrpo.rng import stream
 from minigrpo.types import Example
 
 
 class RandomGames(Guess):
-    """Games that have begun with random guesses, and go on by the game's answer and a random guess.
+    """Games that begin with random guesses, and continue with the game's answer and another one.
 
-    In play the game itself answers. A model that has learnt to predict it knows what the two words
-    mean, but has seen no search.
+    In play the game itself answers. A model that has learnt to predict the answers knows what the
+    two words mean, but has never seen a search.
     """
 
     def train(self, number: int) -> Example:
         example = super().train(number)
         rng = stream(self.seed, "guess/begun", example.index)
 
-        # 1. Random guesses, up to the one that ends the game, of which some have been made.
+        # 1. Random guesses up to the end of the game, and how many of them have been made.
         guesses = rng.choice(NUMBERS, GUESSES).tolist()
         if example.answer in guesses:
             del guesses[guesses.index(example.answer) + 1 :]
         num_made = int(rng.integers(len(guesses) + 1))
 
-        # 2. What was said so far, except for the game's last word.
+        # 2. The messages so far, except for the game's last word.
         game = Game()
         game.reset(example.answer)
         messages = [{"role": "user", "content": PROMPT}]
@@ -38,11 +38,11 @@ class RandomGames(Guess):
         for guess in guesses[:num_made]:
             messages[-1]["content"] += word
             messages.append({"role": "assistant", "content": guess})
-            # empty, so that the turn has ended: the word is learnt
+            # empty, so that the model learns the word at the end of its turn
             messages.append({"role": "user", "content": ""})
             word, _, _ = game.step(guess)
 
-        # 3. The text to learn: that word, and the next guess if the game goes on.
+        # 3. The answer to learn: that word, and the next guess if the game goes on.
         answer = word
         if word != "=" and num_made < GUESSES:
             answer += str(rng.choice(NUMBERS))

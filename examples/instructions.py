@@ -1,12 +1,12 @@
-r"""Instructions that a program can check, on ordinary questions: a job that SFT has no data for.
+r"""Instructions that a program can check, on ordinary questions; SFT would have no data for them.
 
     minigrpo train --config instructions --out-dir runs/instructions
 
 `python examples/smollm2.py smollm2` makes the model's folder. A question comes with one or two
 instructions, such as "Use no capital letters." One question in ten and some pairs of instructions
-are held out: `new pair` in the evaluations is of pairs that training never has.
+are held out: `new pair` in the evaluations stands for pairs that training never has.
 
-The file is also a reward for rows, the one of Hugging Face's course, which wants 50 characters:
+The file also has a reward for rows, from Hugging Face's course, which asks for 50 characters:
 
     python examples/instructions.py > questions.jsonl
     minigrpo train --model smollm2 --data questions.jsonl --rewards examples/instructions.py \
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import minigrpo
-from minigrpo.tasks.base import is_held_out
+from minigrpo.tasks.splits import is_held_out
 
 TOPICS = re.split(
     ", ",
@@ -45,15 +45,15 @@ WORDS = ["maybe", "nature", "people", "light", "simple", "always", "world", "tod
 
 class Instruction(NamedTuple):
     sentence: str
-    values: Sequence[Any]  # one of them is asked for
-    grade: Callable[[str, Any], float]  # of a text and the value: in [0, 1], and 1 if it is met
+    values: Sequence[Any]  # a question asks for one of them
+    grade: Callable[[str, Any], float]  # (text, value) -> a grade in [0, 1], 1 if it is met
 
 
 def words_of(text: str) -> list[str]:
     return re.findall(r"[\w']+", text.lower())
 
 
-def share(flags: Sequence[bool]) -> float:
+def fraction(flags: Sequence[bool]) -> float:
     return sum(flags) / max(1, len(flags))
 
 
@@ -68,14 +68,14 @@ def nearness(words: list[str], word: str) -> float:
 
 def grade_list(text: str, length: int) -> float:
     lines = text.strip().splitlines()
-    return ratio(len(lines), length) * share([line.startswith("- ") for line in lines])
+    return ratio(len(lines), length) * fraction([line.startswith("- ") for line in lines])
 
 
 def grade_json(text: str, key: str) -> float:
     try:
         value = json.loads(text)
     except ValueError:
-        return share([text.startswith("{"), f'"{key}":' in text]) / 2
+        return fraction([text.startswith("{"), f'"{key}":' in text]) / 2
     return float(isinstance(value, dict) and [*value] == [key])
 
 
@@ -86,12 +86,12 @@ INSTRUCTIONS = {
     "lower": Instruction(
         "Use no capital letters.",
         [None],
-        lambda text, _: share([word == word.lower() for word in text.split()]),
+        lambda text, _: fraction([word == word.lower() for word in text.split()]),
     ),
     "letter": Instruction(
         "Do not use the letter {}.",
         [*"aeionrst"],
-        lambda text, letter: share([letter not in word for word in words_of(text)]),
+        lambda text, letter: fraction([letter not in word for word in words_of(text)]),
     ),
     "first": Instruction(
         'Begin with the word "{}".', WORDS, lambda text, word: nearness(words_of(text), word)
@@ -117,11 +117,11 @@ NEW_PAIRS = [("words", "lower"), ("first", "last"), ("lower", "last"), ("letter"
 class Instructions(minigrpo.Task):
     """Questions with one or two instructions.
 
-    An answer must also make some sense, or the easiest way to follow is to repeat one word: it has
-    four words or more, three in four of them different, and one is what the question is about.
+    An answer must also make some sense, or repeating one word would be the easiest way to comply.
+    It needs four words or more, three in four of them different, and one of them the topic.
     """
 
-    parts: Mapping[str, float] = {"all_met": 1.0, "grade": 1.0}
+    reward_weights: Mapping[str, float] = {"all_met": 1.0, "grade": 1.0}
     success = "all_met"
     about = f"{len(ASKED)} questions with instructions that a program checks"
 
@@ -137,7 +137,7 @@ class Instructions(minigrpo.Task):
     def _example(
         self, number: int, combinations: Sequence[Sequence[str]], held_out: bool = False
     ) -> minigrpo.Example:
-        """Example `number`: a function of (seed, number), so that a resumed run sees the same."""
+        """Example `number`, a function of (seed, number), so that a resumed run sees the same."""
         rng = np.random.default_rng([self.seed, number, held_out])
         known = [pair for pair in ASKED if is_held_out(pair[0]) == held_out]
         question, topic = known[rng.integers(len(known))]
@@ -168,7 +168,7 @@ class Instructions(minigrpo.Task):
 
 @minigrpo.reward
 def fifty_characters(example: minigrpo.Example, text: str) -> float:
-    """The nearer to 50 characters, the higher; the reward of a lesson of Hugging Face's course."""
+    """Higher for texts nearer to 50 characters, as in a lesson of Hugging Face's course."""
     return -abs(50 - len(text))
 
 

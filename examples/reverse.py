@@ -7,15 +7,16 @@ r"""A task of your own in one file: write a word backwards.
         --max-new-tokens 12
 
 The first command trains on true answers, because a model with random weights would never earn a
-reward. The second one continues with GRPO. A task is a class with `parts`, `train`, `held_out` and
-`score`; the library makes one with the run's seed, and with the --task-args that `__init__` names.
+reward. The second one continues with GRPO. A task is a class with `reward_weights`, `train`,
+`held_out` and `score`. The library calls it with the run's seed and with the --task-args, as far as
+`__init__` names them.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from minigrpo.rewards import similarity
+from minigrpo.rewards.functions import similarity
 from minigrpo.task import Task
 from minigrpo.types import Example
 
@@ -23,7 +24,10 @@ from minigrpo.types import Example
 class Reverse(Task):
     """Words to write backwards."""
 
-    parts: Mapping[str, float] = {"exact": 1.0, "similarity": 0.5}  # name -> weight in the reward
+    reward_weights: Mapping[str, float] = {
+        "exact": 1.0,
+        "similarity": 0.5,
+    }  # name -> weight in the reward
     about = "words to write backwards"
 
     def __init__(self, seed: int) -> None:
@@ -36,14 +40,14 @@ class Reverse(Task):
         return self._example(number, held_out=True)
 
     def score(self, example: Example, text: str) -> dict[str, float]:
-        """Each part in [0, 1], for any text a model may write."""
+        """Rewards in [0, 1] for any text."""
         return {
             "exact": float(text == example.answer),
             "similarity": similarity(text, example.answer),
         }
 
     def _example(self, number: int, *, held_out: bool) -> Example:
-        """Example `number`: a function of (seed, number), so that a resumed run sees the same.
+        """Example `number`, a function of (seed, number), so that a resumed run sees the same.
 
         The splits share no word: held-out words end in e or o, and training words do not.
         """

@@ -8,9 +8,9 @@ r"""Reward functions of your own, added to those of a task.
         --reward-weights exact=1,close=0.5,brevity=0.1
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
-question, `example.answer` the truth, and `text` what the model wrote. A function that raises, takes
-too long or does not return a finite number does not stop the run: the completion counts as the
-worst of its group, and the failure is counted in the metrics.
+question, `example.answer` is the truth, and `text` is the completion. A function that raises, takes
+too long or does not return a finite number does not stop the run: the completion gets the worst
+reward of its group, and the metrics count the failure.
 """
 
 from minigrpo import reward
@@ -19,14 +19,15 @@ from minigrpo.types import Example
 
 @reward(weight=0.5)
 def close(example: Example, text: str) -> float:
-    """1 for the true number, less for others. Other text raises: a failure."""
-    return 1 / (1 + abs(int(text) - int(example.answer)))
+    """1 for the true number and less for others. A text without a number raises, and fails."""
+    error = abs(int(text) - int(example.answer))
+    return 1 / (1 + error)
 
 
 @reward(weight=0.1, batched=True)
 def brevity(examples: list[Example], texts: list[str]) -> list[float]:
-    """Higher for shorter text. Batched, like a reward model: one call, one value per text.
+    """Higher for shorter texts. One call scores a batch, as a reward model would.
 
-    A value must depend on its own text only, because the grouping of texts into calls is not fixed.
+    A value must depend only on its own text, because a batch may contain any texts.
     """
     return [1 / (1 + len(text)) for text in texts]

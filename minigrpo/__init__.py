@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .api import train
     from .config import Config
     from .model.transformer import Transformer
-    from .rewards import reward
+    from .rewards.functions import reward
     from .task import Task
     from .trainer import Trainer
     from .types import Example

@@ -1,7 +1,4 @@
-"""From rewards to advantages: what is added to rewards, and how groups are centred and scaled.
-
-Rewards R and advantages A are `[P, G]`. rollout.py calls these.
-"""
+"""From rewards `[P, G]` to advantages `[P, G]`: how groups are centred and scaled."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .runtime.rng import stream
-from .runtime.statistics import means
+from .rng import stream
+from .statistics import PartlyKnown, means
 from .types import ROUNDINGS, ConfigError, Example
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
-SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> what divides
+SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> divisor
     "group": lambda rewards: rewards.std(-1, keepdim=True) + STD_EPS,
     "batch": lambda rewards: rewards.std() + STD_EPS,
     "mean": lambda rewards: rewards.mean(-1, keepdim=True),  # MaxRL, arXiv 2602.02710
@@ -23,12 +20,12 @@ SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> w
 
 
 def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "group") -> Tensor:
-    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider.
+    """Group-relative advantages: `[P, G]` -> `[P, G]`, in float32 or wider, without a gradient.
 
-    The estimator `group_mean` is R_i - mean(R) (GRPO, arXiv 2402.03300); `leave_one_out` is R_i
-    minus the mean of the others, G / (G - 1) times as much (RLOO, arXiv 2402.14740). `scale`, a row
-    of SCALES, divides it; with `mean`, no reward may be negative. A group with equal rewards has
-    advantages of exactly 0. They have no gradient.
+    The estimator `group_mean` is R_i - mean(R) (GRPO, arXiv 2402.03300). `leave_one_out` is R_i
+    minus the mean of the others, which is G / (G - 1) times as much (RLOO, arXiv 2402.14740).
+    `scale`, a row of SCALES, divides the difference; with `mean`, rewards may not be negative. A
+    group with equal rewards has advantages of exactly 0.
     """
     size = rewards.shape[-1]
     if rewards.dim() != 2 or size < 2:
@@ -39,45 +36,45 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
         )
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
     factor = {"group_mean": 1.0, "leave_one_out": size / (size - 1)}[estimator]
-    centred = (rewards - rewards.mean(-1, keepdim=True)) * factor / SCALES[scale](rewards)
-    # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny std, that rounding
-    # error would become a gradient.
-    largest, least = rewards.amax(-1, keepdim=True), rewards.amin(-1, keepdim=True)
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    scaled = centred * factor / SCALES[scale](rewards)
+
+    # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny standard deviation,
+    # that rounding error would become a gradient.
+    largest = rewards.amax(-1, keepdim=True)
+    smallest = rewards.amin(-1, keepdim=True)
     rounding = ROUNDINGS * torch.finfo(rewards.dtype).eps
-    equal = torch.isclose(largest, least, rtol=rounding, atol=0)
-    return torch.where(equal, 0.0, centred)
+    is_equal = torch.isclose(largest, smallest, rtol=rounding, atol=0)
+    return torch.where(is_equal, 0.0, scaled)
 
 
-def neutral(values: np.ndarray) -> np.ndarray:
-    """`[P, G]` values, with NaN replaced so that it has no influence on advantages.
+def neutral(scores: PartlyKnown) -> np.ndarray:
+    """`[P, G]` values, where those not known are their group's mean, or 0 if none is known."""
+    return np.where(scores.known, scores.values, means(scores).values[:, None])
 
-    It counts as the mean of its group, or as 0 in a group without any value.
+
+def decoupled(scores: Mapping[str, PartlyKnown], weights: Mapping[str, float]) -> Tensor:
+    """The weighted sum of rewards, `[P, G]`, after each was centred and scaled by itself.
+
+    GDPO (arXiv 2601.05242) then takes `advantages` of it with the scale `batch`.
     """
-    of_groups = np.nan_to_num(means(values))[:, None]
-    return np.where(np.isnan(values), of_groups, values)
-
-
-def decoupled(parts: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> Tensor:
-    """The weighted sum of rewards, `[P, G]` each, after each was centred and scaled by itself.
-
-    GDPO (arXiv 2601.05242) then takes `advantages` with the scale `batch`.
-    """
-    centred = [
-        x * advantages(torch.from_numpy(neutral(parts[name]))) for name, x in weights.items()
-    ]
-    return torch.stack(centred).sum(0)
+    weighted = []
+    for name, weight in weights.items():
+        rewards = torch.from_numpy(neutral(scores[name]))
+        weighted.append(weight * advantages(rewards))
+    return torch.stack(weighted).sum(0)
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:
     """`[P, G]` rewards, shuffled within each group, so that they say nothing about the texts."""
-    rows = [
-        stream(seed, "shuffle", step, example.index).permutation(row)
-        for example, row in zip(examples, total.numpy(), strict=True)
-    ]
+    rows = []
+    for example, rewards in zip(examples, total.numpy(), strict=True):
+        rng = stream(seed, "shuffle", step, example.index)
+        rows.append(rng.permutation(rewards))
     return torch.from_numpy(np.stack(rows))
 
 
 def overlong_punishment(lengths: Tensor, longest: int) -> Tensor:
-    """DAPO's (arXiv 2503.14476): 0 up to four fifths of `longest`, then linearly down to -1."""
+    """DAPO's punishment (arXiv 2503.14476): 0 up to 4/5 of `longest`, then linearly down to -1."""
     buffer = longest / 5
     return ((longest - buffer - lengths) / buffer).clamp(-1, 0)

@@ -6,19 +6,21 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from .config import expanded, read_toml, settle
-from .defaults import Size
+from .config import read_toml, settle
 from .evaluate import complete_prompt
-from .model.encoding import messages_of
+from .model.shape import Size
 from .model.transformer import Transformer
 from .run.logging import EVALUATIONS, METRICS, read_jsonl
 from .runtime.distributed import DistContext
 from .runtime.signals import REASONS
+from .settings import expanded
+from .text.encoding import messages_of
 from .tools.train import fit
 from .trainer import Callback, Trainer
 from .turns.environments import EnvironmentSet
 
 FilesOrRows = str | Path | Iterable[Mapping[str, Any]]
+joined_processes = cache(DistContext.from_env)  # once: a script may train several times
 
 
 def train(
@@ -37,8 +39,6 @@ def train(
     **settings: Any,
 ) -> "TrainedRun":
     """Train a model, as `minigrpo train` does; a flag is an argument: `max_steps=200`.
-
-        run = minigrpo.train(model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=[right, short])
 
     Args:
         model: a name as for --model, or a `Transformer`, which is trained in place.
@@ -61,30 +61,21 @@ def train(
         environment = EnvironmentSet.load(expanded(str(environment)), tools)
     elif tools:
         environment = EnvironmentSet.of(environment, tools)
-    given = {
-        "model": model,
-        "data": data,
-        "eval_data": eval_data,
-        "task": task,
-        "rewards": rewards,
-        "loss": loss,
-        "environment": environment,
-    }
-    names = {name: str(x) for name, x in (given | settings).items() if isinstance(x, str | Path)}
-    objects = {name: x for name, x in given.items() if name not in names}
+    # 1. Names and paths are settings, like those of the file, which they override.
+    given = {"model": model, "data": data, "eval_data": eval_data, "task": task}
+    given |= {"rewards": rewards, "loss": loss, "environment": environment}
+    names = {name: str(x) for name, x in {**given, **settings}.items() if isinstance(x, str | Path)}
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
-    settled, why = settle({**of_file, **settings, **names}, size)
-    trainer = Trainer(
-        settled, dist=processes(), quiet=quiet, callbacks=callbacks, why=why, **objects
-    )
-    summary = fit(trainer)
+    checked, why = settle({**of_file, **settings, **names}, size)
+    # 2. All else are objects.
+    objects = {name: x for name, x in given.items() if name not in names}
+    dist = joined_processes()
+    trainer = Trainer(checked, dist=dist, quiet=quiet, callbacks=callbacks, **objects)
+    summary = fit(trainer, why)
     if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
         raise KeyboardInterrupt(f"{summary['exit_reason']}: saved in {trainer.run_dir.path}")
     return TrainedRun(trainer, summary)
-
-
-processes = cache(DistContext.from_env)  # joined once: a script may train several times
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,6 @@ class TrainedRun:
 
     @property
     def folder(self) -> Path:
-        """Where the run is: `minigrpo report FOLDER`, `minigrpo sample FOLDER`."""
         return self.trainer.run_dir.path
 
     @property
@@ -119,8 +109,8 @@ class TrainedRun:
         keys = dict.fromkeys(key for record in records for key in record)
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}
 
-    def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> list[str]:
+    def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> Sequence[str]:
         """n completions with the run's settings. A text is a user's message if its prompts are."""
         sampler = self.trainer.sampler
-        raw = not messages_of(sampler.tokenizer, self.trainer.task.held_out(0))
+        raw = not messages_of(sampler.tokenizer, self.trainer.job.task.held_out(0))
         return complete_prompt(sampler, prompt, n, raw=raw)[0]

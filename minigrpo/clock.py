@@ -1,8 +1,4 @@
-"""The clock of all deadlines: the seconds in which this process ran.
-
-No time passes on it while a job is paused, as by Ctrl-Z, a frozen container or a laptop that
-sleeps. So a pause makes no call late.
-"""
+"""The clock of all deadlines: it stands still while a job is paused, by Ctrl-Z or by sleep."""
 
 import os
 import threading
@@ -10,19 +6,17 @@ import time
 from functools import cache
 
 TICK_S = 0.1
-LONGEST_TICK_S = 0.5  # what counts of a tick that took longer: the process was stopped
+LONGEST_TICK_S = 0.5  # the most that a tick counts; in a longer one the process was stopped
 
 
 class Clock:
-    """Counts seconds in a daemon thread."""
-
     def __init__(self) -> None:
-        self.tick = 0.0, time.monotonic()  # the seconds counted so far, and when
+        self.tick = 0.0, time.monotonic()  # seconds counted so far, and the time of the count
         threading.Thread(target=self._run, daemon=True).start()
 
     def seconds(self) -> float:
-        counted, at = self.tick
-        return counted + min(time.monotonic() - at, LONGEST_TICK_S)
+        counted, counted_at = self.tick
+        return counted + min(time.monotonic() - counted_at, LONGEST_TICK_S)
 
     def _run(self) -> None:
         while True:
@@ -31,7 +25,7 @@ class Clock:
 
 
 clock = cache(Clock)
-os.register_at_fork(after_in_child=clock.cache_clear)  # a child has none of the threads
+os.register_at_fork(after_in_child=clock.cache_clear)  # a child process has no such thread
 
 
 def running_seconds() -> float:

@@ -1,11 +1,11 @@
-"""The errors that end a command with one line, and what makes other errors one of them."""
+"""The errors that end a command with one line, and functions that turn other errors into them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
 class ConfigError(ValueError):
-    """Bad input of the user's: a setting, a file, a function. The commands print it as one line."""
+    """Bad input: a setting, a file, a function. The commands print it as one line."""
 
 
 class RunFailed(RuntimeError):
@@ -13,23 +13,23 @@ class RunFailed(RuntimeError):
 
 
 def error_text(error: BaseException) -> str:
-    """The type of an error of others, and what it says, unless saying it raises too."""
-    said = ""
+    """The type of any error and its message, unless writing the message raises too."""
+    message = ""
     with suppress(BaseException):
-        said = f": {error!s:.500}"
-    return type(error).__name__ + said.removesuffix(": ")
+        message = f": {error!s:.500}"
+    return type(error).__name__ + message.removesuffix(": ")
 
 
 @contextmanager
 def refusing(what: object) -> Iterator[None]:
-    """Make any error a ConfigError about `what`, a file or code of others."""
+    """Make any error a ConfigError about `what`, such as a file or a package."""
     try:
         yield
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # of any type: in Rust, a panic of a package is no Exception
-        said = error if isinstance(error, ConfigError) else error_text(error)
-        raise ConfigError(f"{what}: {said}") from None
+    except BaseException as error:  # a panic of a package in Rust is not an Exception
+        message = error if isinstance(error, ConfigError) else error_text(error)
+        raise ConfigError(f"{what}: {message}") from None
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def collecting(errors: list[str]) -> Iterator[None]:
 
 
 def refuse_rows(errors: list[str], total: int) -> None:
-    """Raise one ConfigError for all rows, of so many, that cannot be used."""
+    """Raise one ConfigError if some of the `total` rows cannot be used."""
     if len(errors) > 1:
-        raise ConfigError(f"{len(errors)} of {total} rows cannot be used; first {errors[0]}")
+        raise ConfigError(f"{len(errors)} of {total} rows cannot be used; the first is {errors[0]}")
     if errors:
         raise ConfigError(errors[0])

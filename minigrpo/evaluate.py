@@ -1,7 +1,4 @@
-"""How good a model is: greedy and sampled completions of held-out examples, scored.
-
-The trainer and `minigrpo evaluate` call `measure`.
-"""
+"""How good a model is: greedy and sampled completions of held-out examples, scored."""
 
 import math
 from collections.abc import Sequence
@@ -9,52 +6,54 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import SamplingConfig
 from .metrics import SAMPLED, Graded
-from .model.chat import Message
-from .rewards import RewardScorer
-from .runtime.rng import uniforms
-from .runtime.statistics import Estimate, estimate, passes
-from .runtime.statistics import calibration as calibration
-from .runtime.statistics import pass_at_k as pass_at_k
-from .sampling.generate import PLAIN
-from .sampling.sampler import Sampler
+from .rewards.scorer import RewardScorer
+from .rng import uniforms
+from .sampling.pick import PLAIN, Distribution
+from .sampling.sampler import Sampled, Sampler
+from .statistics import Estimate, estimate, passes
+from .statistics import calibration as calibration
+from .statistics import pass_at_k as pass_at_k
 from .task import Task
-from .types import Completions, Example
+from .text.chat import Message
+from .types import Completion, Example
 
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 
 
-def complete(
-    sampler: Sampler, examples: Sequence[Example], n: int = 0, sampling: SamplingConfig = PLAIN
-) -> tuple[Completions, list[list[str]]]:
-    """n completions of each example, or for 0 the greedy one, and their texts `[P][n]`.
+def complete_examples(
+    sampler: Sampler,
+    examples: Sequence[Example],
+    n: int = 0,
+    distribution: Distribution = PLAIN,
+) -> Sampled:
+    """n completions of each example, or for 0 the greedy one.
 
-    The random numbers depend on the run's seed and the example alone: all evaluations of a run are
-    paired.
+    Random numbers depend on the run's seed and the example: all evaluations of a run are paired.
     """
     config = sampler.config
-    u = None
+    numbers = None
     if n:
         indices = np.array([example.index for example in examples])
-        u = uniforms(config.run.seed, "evaluate", 0, indices, n, config.sampling.max_new_tokens)
+        longest = config.sampling.max_new_tokens
+        numbers = uniforms(config.run.seed, "evaluate", 0, indices, n, longest)
     num_samples = max(1, n)
     most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     return sampler.complete(
         examples,
         num_samples=num_samples,
-        u=u,
-        sampling=sampling,
+        uniforms=numbers,
+        distribution=distribution,
         batch_size=max(1, min(most, BATCH) // num_samples),
     )
 
 
 def complete_prompt(
     sampler: Sampler, prompt: str | Sequence[Message], n: int, raw: bool
-) -> tuple[list[str], list[bool]]:
-    """n completions of a prompt, or for 0 the greedy one; and which of them ended by themselves.
+) -> tuple[Sequence[Completion], list[bool]]:
+    """n completions of a prompt, or for 0 the greedy one, and which of them ended by themselves.
 
-    A text is a user's message if the model has a chat template, unless it is `raw`.
+    A text becomes a user's message if the model has a chat template, unless it is `raw`.
     """
     if not isinstance(prompt, str):
         example = Example("", messages=tuple(prompt))
@@ -62,8 +61,11 @@ def complete_prompt(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    completions, texts = complete(sampler, [example], n, sampler.config.sampling)
-    return texts[0], completions.ended(sampler.stops)[0].tolist()
+    distribution = Distribution.of(sampler.config.sampling)
+    sampled = complete_examples(sampler, [example], n, distribution)
+    ended = sampled.completions.ended
+    assert ended is not None
+    return sampled.texts[0], ended[0].tolist()
 
 
 def grade(
@@ -71,54 +73,63 @@ def grade(
     scorer: RewardScorer,
     examples: Sequence[Example],
     n: int = 0,
-    sampling: SamplingConfig = PLAIN,
+    distribution: Distribution = PLAIN,
 ) -> Graded:
-    """Complete examples as `complete` does, and score the texts."""
-    completions, texts = complete(sampler, examples, n, sampling)
-    rewards = scorer.score(examples, texts, completions, sampling.temperature)
-    return Graded(examples, texts, rewards, scorer.success)
+    """Complete examples as `complete_examples` does, and score the texts."""
+    sampled = complete_examples(sampler, examples, n, distribution)
+    temperature = distribution.temperature
+    rewards = scorer.score(examples, sampled.texts, sampled.completions, temperature)
+    return Graded(examples, sampled.texts, rewards, scorer.success)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `measure` finds."""
-
-    # docs/tasks.md lists the measures; shares and means have their 95 % interval, the task's
-    # summaries have none
-    measures: dict[str, Estimate]
+    measures: dict[str, Estimate]  # listed in docs/tasks.md; a task's summary has no interval
     greedy: Graded
     sampled: Graded
 
 
 def measure(sampler: Sampler, scorer: RewardScorer) -> Evaluation:
-    """Score the first --eval-size held-out examples, or all if there are fewer."""
+    """Score the first --eval-size held-out examples, or all if there are fewer.
+
+    A measure that no example has is left out. Only the headline is always there, perhaps as NaN.
+    """
     run = sampler.config.run
-    examples = held_out(scorer.task, run.eval_size)
+    examples = held_out_examples(scorer.task, run.eval_size)
     greedy = grade(sampler, scorer, examples)
     sampled = grade(sampler, scorer, examples, run.eval_samples)
+    success = greedy.success
     measures = {"n": Estimate(float(len(examples)))}
 
-    # 1. Means; first of the sampled completions, which GRPO raises.
-    for name, values in greedy.measures.items():
-        measures[name + SAMPLED] = estimate(sampled.measures[name])
-        measures[name] = estimate(values)
+    # 1. Means, and first those of the sampled completions, which GRPO raises.
+    for name in greedy.measures:
+        for graded, ending in ((sampled, SAMPLED), (greedy, "")):
+            of_examples = graded.measures[name]
+            if of_examples.known.any() or name == success:
+                measures[name + ending] = estimate(of_examples.known_values)
+
     # 2. The task's summaries.
     for graded, ending in ((greedy, ""), (sampled, SAMPLED)):
-        parts = {name: values.flatten() for name, values in graded.rewards.parts.items()}
-        for name, value in scorer.task.summaries(parts).items():
-            measures[name + ending] = Estimate(float(value))
+        values = dict[str, np.ndarray]()
+        for name, scores in graded.rewards.scores.items():
+            values[name] = np.where(scores.known, scores.values, np.nan).ravel()
+        for name, value in scorer.task.summaries(values).items():
+            if not math.isnan(value):
+                measures[name + ending] = Estimate(float(value))
+
     # 3. pass@k, and the success by kind of question.
     measures |= passes(sampled.right)
-    success = greedy.success
+    of_examples = greedy.measures[success]
     kinds = np.array([example.kind for example in examples])
-    for kind in filter(None, map(str, np.unique(kinds))):
-        measures[f"{success}/{kind}"] = estimate(greedy.measures[success][kinds == kind])
+    for kind in np.unique(kinds).tolist():
+        chosen = of_examples.known & (kinds == kind)
+        if kind and chosen.any():
+            measures[f"{success}/{kind}"] = estimate(of_examples.values[chosen])
+    return Evaluation(measures, greedy, sampled)
 
-    stay = (success, success + SAMPLED)  # the headline, whatever it is
-    known = {name: x for name, x in measures.items() if name in stay or not math.isnan(x.value)}
-    return Evaluation(known, greedy, sampled)
 
-
-def held_out(task: Task, number: int) -> list[Example]:
+def held_out_examples(task: Task, number: int) -> list[Example]:
     """The first held-out examples, or all if there are fewer."""
-    return [task.held_out(i) for i in range(min(number, task.num_held_out or number))]
+    if task.num_held_out is not None:
+        number = min(number, task.num_held_out)
+    return [task.held_out(i) for i in range(number)]

@@ -1,4 +1,4 @@
-"""Chess positions as text (FEN): which are valid, and what a move makes of them.
+"""Chess positions as text (FEN): which ones are valid, and what follows from a move.
 
 En passant follows `fen(en_passant="fen")`: the square behind every double step is written, whether
 or not a pawn can capture there.
@@ -15,11 +15,10 @@ FEN = re.compile(
 
 
 def is_valid_fen(text: object) -> bool:
-    """Whether `text` is a legal position as `board.fen(en_passant="fen")` writes it. Never raises.
+    """Whether `text` is a legal position as `write_fen` writes it, with clocks of 1 to 4 digits.
 
-    `chess.Board(text).is_valid()` fills in missing fields, reads the clocks with `int()`, and drops
-    a castling right whose rook is missing. Here the text must also be what python-chess would write
-    back, with clocks of at most four digits.
+    `chess.Board(text).is_valid()` alone fills in missing fields, reads the clocks with `int()`, and
+    drops a castling right whose rook is missing.
     """
     fields = FEN.fullmatch(text) if isinstance(text, str) else None
     if fields is None:
@@ -31,28 +30,28 @@ def is_valid_fen(text: object) -> bool:
     return board.is_valid() and board.castling_xfen() == fields["castling"]
 
 
-def render(board: chess.Board) -> str:
+def write_fen(board: chess.Board) -> str:
     return board.fen(en_passant="fen")
 
 
 def position_key(fen: str) -> str:
-    """A FEN without its clocks: a position that recurs later counts as the same."""
+    """A FEN without its clocks, so that a position that recurs later is the same."""
     return fen.rsplit(" ", 2)[0]
 
 
 def transition(fen: str, uci: str) -> tuple[str, str]:
-    """What a move makes of a position, `<FEN>+<reward>+<terminated>+<truncated>`, and its kind."""
+    """The result of a move, `<FEN>+<reward>+<terminated>+<truncated>`, and its kind."""
     board = chess.Board(fen)
     try:
         move = board.parse_uci(uci)
     except ValueError:
-        return f"{fen}+0.0+0+1", "illegal"  # which leaves the position as it is
+        return f"{fen}+0.0+0+1", "illegal"  # the position stays as it is
     kind, ending = push(board, move)
-    return f"{render(board)}+{ending}", kind
+    return f"{write_fen(board)}+{ending}", kind
 
 
 def push(board: chess.Board, move: chess.Move) -> tuple[str, str]:
-    """Play a legal move; return its kind, and `<reward>+<terminated>+<truncated>`."""
+    """Play a legal move; return its kind and `<reward>+<terminated>+<truncated>`."""
     kind = move_kind(board, move)
     board.push(move)
     board.clear_stack()  # a FEN cannot show repetition, so it must not count

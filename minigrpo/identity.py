@@ -1,7 +1,7 @@
-"""What contents are, as short texts that are equal in every process and on every machine.
+"""Digests of contents: short texts that are equal in every process and on every machine.
 
-By them a resume, and the processes of a run, know whether rows, functions and weights are the same.
-Python's own `repr` and `hash` do not tell: they have addresses, and sets have an order by chance.
+A resume, and the processes of a run, compare them to see whether rows, functions and weights are
+the same. Python's own `repr` and `hash` depend on addresses, and the order of a set is random.
 """
 
 import copyreg
@@ -13,93 +13,97 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
 from .userfiles import INSTALLED
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-class Contents(NamedTuple):
-    digest: str  # equal for values that say the same
-    unread: frozenset[str]  # the types of what is inside, but cannot be read, such as a lock
-
-
-def contents_of(value: object) -> Contents:
-    """What any value says, at any depth: data, objects, and the code of users' functions."""
-    reader = _Reader()
-    found = reader.digest(value)
-    return Contents(found, frozenset(reader.unread))
-
-
 def digest(value: object) -> str:
-    """Equal for values that say the same, such as examples that ask the same."""
-    return contents_of(value).digest
+    """A text that is equal for values with equal contents, such as copies of an example."""
+    return Contents(value).digest
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Equal for equal weights, on any device: sums of integers are exact in any order."""
-    found = sha256()
+    """A text that is equal for equal weights on any device: sums of integers have no rounding."""
+    hashed = sha256()
     for name, tensor in sorted(tensors.items()):
         rows = torch.atleast_1d(tensor.detach().contiguous()).unsqueeze(-1).flatten(1)
         # neighbours are read as one integer of up to 64 bits
         size = math.gcd(8, rows.shape[1] * rows.element_size())
         sums = rows.view(INTEGERS[size]).sum(1, dtype=torch.int64)
-        found.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
-        found.update(sums.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        hashed.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        hashed.update(sums.cpu().numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def recognise(known: dict[str, str], name: str, weights: Mapping[str, Tensor]) -> None:
+    """Take the checksum of weights that are not in checkpoints: a resume loads them again.
+
+    Raises ConfigError if other weights are known under this name, such as those of the start.
+    """
+    found = checksum(weights)
+    if known.setdefault(f"weights of {name}", found) != found:
+        raise ConfigError(f"{name}: its weights are not those that the run began with")
 
 
 def _hashed(contents: bytes | bytearray) -> str:
     return sha256(contents).hexdigest()[:16]
 
 
-class _Reader:
-    """Reads a value, and the objects inside it once each."""
+class Contents:
+    """What is in a value at any depth: data, objects, and the code of users' functions."""
 
-    def __init__(self) -> None:
-        self.unread = set[str]()
-        # digests by id, with the objects: another one could get the id of an object that is gone
+    def __init__(self, value: object) -> None:
+        self.unread = set[str]()  # types of the objects that cannot be read, such as a lock
+        # id -> (object, its digest); the object is kept so that no other one gets its id
         self.digests: dict[int, tuple[object, str]] = {}
-        self.json = json.JSONEncoder(sort_keys=True, default=self.by_parts)
+        self.json = json.JSONEncoder(sort_keys=True, default=self.by_contents)
+        self.digest = self.of(value)
 
-    def digest(self, value: object) -> str:
-        if type(value) not in (list, tuple):  # item by item: the text of all rows may be large
+    def of(self, value: object) -> str:
+        """The digest of a value; each object inside is read once."""
+        if type(value) not in (list, tuple):  # the text of a long list of rows would be large
+            # JSON has no form for some values, such as a dict whose keys are not texts
             with suppress(TypeError, ValueError, RecursionError):
                 return _hashed(self.json.encode(value).encode())
-        return self.by_parts(value)  # such as a dict whose keys are no texts, or a list in itself
+        return self.by_contents(value)
 
-    def by_parts(self, value: object) -> str:
-        """The digest of an object, or of a list or dict that JSON has no form for."""
-        kind = type(value)
-        if kind is not type:
-            # before the object: which of a set's comes first is chance, and its class may hold it
-            self.digest(kind)
+    def by_contents(self, value: object) -> str:
+        """The digest of a list, or of a value that JSON has no form for."""
+        value_type = type(value)
+        if value_type is not type:
+            # The class is read first: it may contain the object, and the order of a set is random.
+            self.of(value_type)
         if id(value) not in self.digests:
             self.digests[id(value)] = value, "inside itself"
             try:
-                parts = self.parts(value)
-            except Exception:  # of code of others, which takes a value apart
-                self.unread.add(type(value).__qualname__)
-                parts = None
-            written = self.json.encode([self.digest(kind), parts])
+                contents = self.contents(value)
+            except Exception:  # the value's own code takes it apart, and may raise any error
+                self.unread.add(value_type.__qualname__)
+                contents = None
+            written = self.json.encode([self.of(value_type), contents])
             self.digests[id(value)] = value, _hashed(written.encode())
-        return self.digests[id(value)][1]
+        _, found = self.digests[id(value)]
+        return found
 
-    def parts(self, value: Any) -> object:
-        """What a value consists of: texts, numbers, and digests of other values."""
+    def contents(self, value: Any) -> object:
+        """The contents of a value: texts, numbers, and digests of other values."""
         if isinstance(value, list | tuple):
-            return [self.digest(item) for item in value]
+            return [self.of(item) for item in value]
         if isinstance(value, set | frozenset):
-            return sorted(map(self.digest, value))
+            return sorted(map(self.of, value))
         if isinstance(value, dict):
-            return sorted([self.digest(key), self.digest(item)] for key, item in value.items())
+            return sorted([self.of(key), self.of(item)] for key, item in value.items())
         if is_dataclass(value) and not isinstance(value, type):
-            return self.digest({x.name: getattr(value, x.name) for x in fields(value) if x.compare})
+            compared = [field.name for field in fields(value) if field.compare]
+            return self.of({name: getattr(value, name) for name in compared})
         if isinstance(value, bytes | bytearray):
             return _hashed(value)
         if isinstance(value, Tensor):
@@ -110,7 +114,7 @@ class _Reader:
         if isinstance(value, nn.Module):
             return checksum(value.state_dict())
         if isinstance(value, CodeType):
-            return [value.co_code.hex(), self.digest(value.co_consts), *value.co_names]
+            return [value.co_code.hex(), self.of(value.co_consts), *value.co_names]
         if isinstance(value, FunctionType):
             return self.of_function(value)
         if isinstance(value, type):
@@ -118,40 +122,42 @@ class _Reader:
         return self.of_object(value)
 
     def of_function(self, function: FunctionType) -> object:
-        """A function's code, and what it finds outside: default arguments, a closure, globals."""
+        """A function's code, default arguments, closure, and the globals that it reads."""
         if is_installed(function):
             return f"{function.__module__}.{function.__qualname__}"
+        # globals of other types, such as a client or a table, may change during a run
+        constant = (FunctionType, type, str, int, float)
         known = function.__globals__
-        # other globals, such as a client or a table, may change as a run goes on
-        kinds = (FunctionType, type, str, int, float)
-        names = {name for name in _names(function.__code__) if isinstance(known.get(name), kinds)}
-        outside = (
+        names = set(_names(function.__code__))
+        contents = (
+            function.__code__,
             function.__defaults__,
             function.__kwdefaults__,
             [cell.cell_contents for cell in function.__closure__ or ()],
-            {name: known[name] for name in names},
+            {name: known[name] for name in names if isinstance(known.get(name), constant)},
         )
-        return [function.__qualname__, *map(self.digest, (function.__code__, *outside))]
+        return [function.__qualname__, *map(self.of, contents)]
 
-    def of_class(self, kind: type) -> object:
-        """The name of a class; of a user's class also its attributes and functions."""
-        if is_installed(kind):
-            return f"{kind.__module__}.{kind.__qualname__}"
+    def of_class(self, named: type) -> object:
+        """The name of a class, and for a user's class also its attributes and functions."""
+        if is_installed(named):
+            return f"{named.__module__}.{named.__qualname__}"
         members = dict[str, object]()
-        for name, member in vars(kind).items():
-            for wrapped in ("__func__", "fget", "func"):  # of a static method, a property, ...
+        for name, member in vars(named).items():
+            for wrapped in ("__func__", "fget", "func"):  # static methods, properties, caches
                 member = getattr(member, wrapped, member)
             if isinstance(member, FunctionType) or not name.startswith("_"):
                 members[name] = member
-        return [kind.__qualname__, self.digest(kind.__bases__), self.digest(members)]
+        return [named.__qualname__, self.of(named.__bases__), self.of(members)]
 
     def of_object(self, value: object) -> object:
-        """What copies and pickles of it would be made from."""
-        registered = copyreg.dispatch_table.get(type(value))  # such as for a compiled regex
-        state = registered(value) if registered else value.__reduce_ex__(4)
-        if isinstance(state, str):  # the name of a global, such as of a function with a cache
-            return [state, self.digest(getattr(value, "__wrapped__", None))]
-        return [self.digest([*part] if isinstance(part, Iterator) else part) for part in state]
+        """The state that copies and pickles of an object are made from."""
+        reduce = copyreg.dispatch_table.get(type(value))  # a compiled regex has one
+        state = reduce(value) if reduce else value.__reduce_ex__(4)
+        if isinstance(state, str):  # the name of a global, such as a function with a cache
+            return [state, self.of(getattr(value, "__wrapped__", None))]
+        contents = [[*each] if isinstance(each, Iterator) else each for each in state]
+        return [self.of(each) for each in contents]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -163,9 +169,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def is_installed(named: Any) -> bool:
-    """Whether a function or class is Python's, a package's or this one's: a name tells it all."""
+    """Whether a function or class is not the user's, so that its name identifies it."""
     name = named.__module__ or "builtins"
-    if name == "__main__":  # a debugger may be the file that was started
+    if name == "__main__":  # under a debugger, its file is an installed one
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return name.partition(".")[0] in sys.stdlib_module_names or file.startswith(INSTALLED)

@@ -1,14 +1,8 @@
-"""The update: from a batch of completions to new weights.
-
-    prepare     count the whole step, leave out what has no gradient, compute old log-probs
-    gradient    forward and backward in micro-batches, whose gradients add up to the step's
-    learn       clip the gradient, skip the step if it is not finite, step AdamW
-
-The objective is `Learner.objective` here and `policy_loss` in losses.py.
-"""
+"""The update: from a batch of completions to new weights."""
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,26 +12,27 @@ from torch.nn.utils import clip_grad_norm_
 
 from . import losses
 from .config import Config
+from .guard import Diverged, OOMBackoff, largest_weight
 from .losses import LossNormalizer, LossSpec
 from .model.lora import load_trained, trained_state
-from .model.packing import PACKINGS, Packing
+from .model.packing import Packing, pack
 from .model.transformer import Predictions, Transformer
-from .runtime.device import Precision, grad_scaler
+from .optimizer import grad_scaler, learning_rate_at, make_optimizer
+from .runtime.device import Precision
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged, OOMBackoff, largest_weight
-from .runtime.optimizer import learning_rate_at, make_optimizer
 from .types import RolloutBatch, Warn
 
 Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP = "sampling/logp_difference_mean"
 LARGEST_GAP = "sampling/logp_difference_max"
+TOKENS = "tokens"  # the number of tokens in the loss, by which the sums of PER_TOKEN are divided
 # These are means over the tokens with a gradient: zero-variance groups are left out.
 PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
 
 
 @dataclass(eq=False)
 class Learner:
-    """A model, its optimizer, and the update that batches make to them."""
+    """A model, its optimizer, and their update by a batch."""
 
     config: Config
     model: Transformer
@@ -53,15 +48,10 @@ class Learner:
 
         # the objective; a clip or cap that is None is the loss's own
         settings = config.loss
-        clips = {"low": settings.clip_low, "high": settings.clip_high, "cap": settings.ratio_cap}
-        given = {name: bound for name, bound in clips.items() if bound is not None}
+        bounds = {"low": settings.clip_low, "high": settings.clip_high, "cap": settings.ratio_cap}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
         self.loss = replace(self.loss, clip=replace(self.loss.clip, **given))
-        entropy_coef = settings.entropy_coef
-        self.learns_entropy = self.loss.needs_entropy or entropy_coef > 0
-        learns = self.loss.learns_without_advantage
-        if learns is None:
-            learns = self.loss.surrogate not in (losses.clipped, losses.cispo)
-        self.learns_without_advantage = learns or entropy_coef > 0
+        self.learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
 
         # separate modules that share the parameters: the sampler's, whose shapes vary, must not be
         # compiled
@@ -78,186 +68,175 @@ class Learner:
         self.in_update = False  # if so, the weights belong to no step
 
     def learn(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """`num_iterations` optimizer steps on this process's share of a batch.
+        """Take `num_iterations` optimizer steps on this process's share of a batch.
 
-        Returns the metrics of the last one, over all processes. Raises Diverged if weights are not
-        finite, or too many losses or gradients in a row.
+        Returns the metrics of the last one, over all processes. Raises Diverged.
         """
+        # 1. What the updates share.
         self.guard.check()
         learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         prepared, normalizer = self.prepare(batch)
+
+        # 2. The updates, up to the first bad one.
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
             metrics["grad_norm"] = norm
-            all_good = self._update_weights(metrics["loss"], norm, step)
-            if not all_good:
+            loss = metrics["loss"]
+            is_finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
+            if is_finite:
+                self.in_update = True
+                self.scaler.step(self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            lowered_scale = self.guard.update_scale(self.scaler, loss)  # float16 may need that
+            if not (is_finite or lowered_scale):
+                self.guard.skip(self.warn)
+                self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
                 break
-        if all_good:
+        else:
             self.guard.in_a_row = 0
-        # the host waits for the device once, for all numbers
-        largest, *values = torch.stack([largest_weight(self.model), *metrics.values()]).tolist()
-        if not math.isfinite(largest):  # a large learning rate can do that to a finite gradient
+
+        # 3. What the step has come to. The host waits for the device once, for all numbers.
+        numbers = torch.stack([*metrics.values(), largest_weight(self.model)]).tolist()
+        learnt: dict[str, float] = dict(zip(metrics, numbers[:-1], strict=True))
+        if not math.isfinite(numbers[-1]):  # a finite gradient may be too large
             raise Diverged(f"step {step + 1}: weights are not finite; lower --learning-rate")
         self.steps_done = step + 1
         self.in_update = False
-        learnt = dict(zip(metrics, values, strict=True))
-        return learnt | {"learning_rate": learning_rate} | self.guard.metrics(self.scaler)
-
-    def _update_weights(self, loss: Tensor, norm: Tensor, step: int) -> bool:
-        """Step AdamW unless loss or gradient are not finite; return whether all is well."""
-        is_finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
-        if is_finite:
-            self.in_update = True
-            self.scaler.step(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.guard.update_scale(self.scaler, loss) or is_finite:  # float16 may lower its scale
-            return True
-        self.guard.skip(self.warn)
-        self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
-        return False
+        return {**learnt, "learning_rate": learning_rate, **self.guard.metrics(self.scaler)}
 
     def prepare(self, batch: RolloutBatch) -> tuple[RolloutBatch, LossNormalizer]:
-        """The part of a batch that has a gradient, with old log-probs if there are several updates.
-
-        Completions outside its loss mask have no tokens left. The normalizer counts the whole step
-        over all processes, skipped groups included.
-        """
+        """The prompts of a batch that have a gradient, packed, and the counts of all prompts."""
         mask = batch.completions.completion_mask
         if batch.loss_mask is not None:
             mask = mask & batch.loss_mask[..., None]
-            batch = replace(batch, completions=replace(batch.completions, completion_mask=mask))
+            completions = replace(batch.completions, completion_mask=mask)
+            batch = replace(batch, completions=completions, packed=None)
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
+        longest = self.config.sampling.max_new_tokens
+        normalizer = LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)
+
         batch = batch.select(self.prompts_with_gradient(batch))
+        if batch.packed is None:
+            batch = replace(batch, packed=pack(batch.completions, self.config.speed.packing))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
-        longest = self.config.sampling.max_new_tokens
-        return batch, LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)
+        return batch, normalizer
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
-        has_other_signal = batch.ref_logp is not None or batch.teacher_logp is not None
-        if batch.advantages is None or has_other_signal or self.learns_without_advantage:
+        has_other_model = batch.reference_logp is not None or batch.teacher_logp is not None
+        has_other_signal = has_other_model or self.config.loss.entropy_coef > 0
+        if batch.advantages is None or has_other_signal or not self.loss.skips_zero_advantages:
             return list(range(len(batch)))
-        return [p for p, row in enumerate(batch.advantages) if row.any()] or [0]
+        return batch.advantages.any(-1).nonzero()[:, 0].tolist() or [0]
 
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
-        def in_parts(size: int) -> Tensor:
-            logps = [self.forward(self.pack(part)).logp for part in batch.split(size)]
-            return torch.cat([logp.cpu() for logp in logps])
+        def in_micro_batches(size: int) -> Tensor:
+            return torch.cat([self.forward(each).logp.cpu() for each in batch.split(size)])
 
-        return self.backoff.run(in_parts, len(batch))
+        return self.backoff.run(in_micro_batches, len(batch))
 
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
-        """Compute the whole step's gradient, and return metrics over all processes.
+        """Compute the whole step's gradient, and return metrics over all processes."""
+        # one of several processes cannot start over: the others would wait in the all-reduce
+        is_alone = self.dist.world_size == 1
 
-        Out of memory, it starts over with smaller micro-batches. One of several processes cannot:
-        the others would wait for it in the all-reduce.
-        """
-
-        def in_parts(size: int) -> Metrics:
+        def in_micro_batches(size: int) -> Metrics:
             self.optimizer.zero_grad(set_to_none=True)
-            parts = batch.split(size)
-            of_parts: list[Metrics] = []
-            for part in parts:
-                # what DDP's no_sync() sets: gradients are reduced only in the last part
-                self.wrapped.require_backward_grad_sync = part is parts[-1]
-                loss, metrics = self.objective(part, normalizer)
-                # undo DDP's averaging: the loss is already this process's share of the sum
-                self.scaler.scale(loss * self.dist.world_size).backward()
-                of_parts.append(metrics)
-            return self._total(of_parts)
+            micro_batches = batch.split(size)
+            measured: list[Metrics] = []
+            for micro_batch in micro_batches:
+                # DDP sums gradients over the processes in the last micro-batch only
+                sums_gradients = is_alone or micro_batch is micro_batches[-1]
+                with nullcontext() if sums_gradients else self.wrapped.no_sync():
+                    loss, metrics = self.objective(micro_batch, normalizer)
+                    # undo DDP's averaging: the loss is already this process's share of the sum
+                    self.scaler.scale(loss * self.dist.world_size).backward()
+                measured.append(metrics)
+            return self._total(measured)
 
-        return self.backoff.run(in_parts, len(batch), retry=self.dist.world_size == 1)
+        return self.backoff.run(in_micro_batches, len(batch), retry=is_alone)
 
-    def objective(self, part: RolloutBatch, normalizer: LossNormalizer) -> tuple[Tensor, Metrics]:
-        """log-probs -> ratio to the old policy -> surrogate -> KL -> share of the step's loss."""
+    def objective(
+        self, micro_batch: RolloutBatch, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Metrics]:
+        """A micro-batch's share of the step's loss, and its metrics for `_total`."""
         settings = self.config.loss
-        # 1. What the policy says now, and what it said before the step's first update.
-        packing = self.pack(part)
-        part = part.to(self.device)
-        mask = part.completions.completion_mask
-        logp, entropy = self.forward(packing)
-        old_logp = logp.detach() if part.old_logp is None else part.old_logp
+        # 1. The log-probs of the policy now, and before the step's first update.
+        trainer_logp, entropy = self.forward(micro_batch)
+        micro_batch = micro_batch.to(self.device)
+        completions = micro_batch.completions
+        mask = completions.completion_mask
+        old_logp = micro_batch.old_logp
+        if old_logp is None:
+            old_logp = trainer_logp.detach()
+        advantages = micro_batch.advantages  # [P, G]
         teacher_kl = None  # [P, G, S], log p - log p_teacher of each token
-        if part.teacher_logp is not None:
-            teacher_kl = (old_logp - part.teacher_logp).masked_fill(~mask, 0)
+        if micro_batch.teacher_logp is not None:
+            assert advantages is not None
+            teacher_kl = (old_logp - micro_batch.teacher_logp).masked_fill(~mask, 0)
+            advantages = advantages[..., None] - settings.teacher_coef * teacher_kl
 
         # 2. The loss.
-        bonus = -settings.entropy_coef * entropy if self.learns_entropy else None
         loss, metrics = losses.policy_loss(
-            logp,
+            trainer_logp,
             old_logp,
-            self._advantages(part, teacher_kl),
+            advantages,
             mask,
             loss=self.loss,
             kl=settings.kl,
             kl_coef=0.0 if self.config.supervised else settings.kl_coef,
             normalizer=normalizer,
-            ref_logp=part.ref_logp,
-            token_weights=self._token_weights(part, old_logp),
+            ref_logp=micro_batch.reference_logp,
+            token_weights=losses.sampler_weights(
+                settings.sampler_correction,
+                settings.sampler_cap,
+                old_logp,
+                completions.truncated_sampler_logp,
+                mask,
+            ),
             entropy=entropy if self.learns_entropy else None,
-            added=bonus,
+            added=-settings.entropy_coef * entropy if self.learns_entropy else None,
         )
 
-        # 3. Metrics: sums over tokens, which `_total` makes means.
-        metrics |= {
-            "loss": loss.detach(),
-            "entropy": entropy.detach().sum(),
-            "tokens": mask.sum().to(logp),
-            "tokens/run": logp.new_full((), len(packing.ids)),
-        }
+        # 3. Metrics.
+        num_run = sum(len(prompt.ids) for prompt in micro_batch.packed or ())
+        metrics["loss"] = loss.detach()
+        metrics["entropy"] = entropy.detach().sum()
+        metrics[TOKENS] = mask.sum().to(trainer_logp)
+        metrics["tokens/run"] = trainer_logp.new_full((), num_run)
         if teacher_kl is not None:
             metrics["teacher_kl"] = teacher_kl.sum()
-        if part.completions.sampler_logp is not None:
-            gap = (old_logp - part.completions.sampler_logp).masked_fill(~mask, 0).abs()
+        if completions.sampler_logp is not None:
+            gap = (old_logp - completions.sampler_logp).masked_fill(~mask, 0).abs()
             metrics[MEAN_GAP] = gap.sum()
             metrics[LARGEST_GAP] = gap.max()
         return loss, metrics
 
-    def _advantages(self, part: RolloutBatch, teacher_kl: Tensor | None) -> Tensor | None:
-        """The advantages `[P, G]`; with a teacher `[P, G, S]`: A + c (log p_teacher - log p)."""
-        if teacher_kl is None:
-            return part.advantages
-        assert part.advantages is not None
-        return part.advantages[..., None] - self.config.loss.teacher_coef * teacher_kl
-
-    def _token_weights(self, part: RolloutBatch, old_logp: Tensor) -> Tensor | None:
-        """The weights `[P, G, S]` of --sampler-correction, because the sampler drew the tokens."""
-        settings = self.config.loss
-        behavior_logp = part.completions.behavior_logp
-        if settings.sampler_correction == "none" or behavior_logp is None:
-            return None
-        return losses.sampler_weights(
-            settings.sampler_correction,
-            settings.sampler_cap,
-            old_logp,
-            behavior_logp,
-            part.completions.completion_mask,
-        )
-
-    def pack(self, part: RolloutBatch) -> Packing:
-        return PACKINGS[self.config.speed.packing](part.completions, self.device)
-
-    def forward(self, packing: Packing) -> Predictions:
+    def forward(self, micro_batch: RolloutBatch) -> Predictions:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
+        assert micro_batch.packed is not None  # by `prepare`
+        packing = Packing.of(micro_batch.packed, self.device)
         with self.precision.autocast():
             return self.wrapped(packing, self.config.sampling.temperature, self.learns_entropy)
 
-    def _total(self, of_parts: Sequence[Metrics]) -> Metrics:
-        """The metrics of all micro-batches and processes: sums, means over tokens, a maximum."""
-        gaps = [part.pop(LARGEST_GAP) for part in of_parts if LARGEST_GAP in part]
-        own = sum((torch.stack([*part.values()]) for part in of_parts), torch.tensor(0.0))
-        total = dict(zip(of_parts[0], self.dist.sum(own), strict=True))
-        tokens = total.pop("tokens").clamp(min=1)
-        total |= {name: total[name] / tokens for name in PER_TOKEN if name in total}
-        if gaps:
-            total[LARGEST_GAP] = self.dist.max(torch.stack(gaps).max())
+    def _total(self, measured: Sequence[Metrics]) -> Metrics:
+        """The metrics of all micro-batches and processes: sums, means over tokens, or maxima."""
+        rows = [torch.stack(list(metrics.values())) for metrics in measured]
+        sums = self.dist.sum(sum(rows, torch.tensor(0.0)))
+        total = dict(zip(measured[0], sums, strict=True))
+        num_tokens = total.pop(TOKENS).clamp(min=1)
+        for name in total.keys() & PER_TOKEN:
+            total[name] = total[name] / num_tokens
+        if LARGEST_GAP in total:
+            gaps = torch.stack([metrics[LARGEST_GAP] for metrics in measured])
+            total[LARGEST_GAP] = self.dist.max(gaps.max())
         return total
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,22 +1,22 @@
 """Policy losses and KL estimators, as pure functions of tensors.
 
-Symbols: R rewards and A advantages `[P, G]`; logp, old, ref `[P, G, S]`, as types.RolloutBatch
-explains them; m the mask; n_i = sum_t m the length of completion i; B completions and N tokens of
-the whole step.
+Symbols: R are rewards and A advantages, `[P, G]`. logp, old and ref are log-probs `[P, G, S]`: the
+policy's now, the policy's before the step's first update, and the reference's. m is the mask,
+n_i = sum_t m the length of completion i. The whole step has B completions and N tokens.
 
     r  = exp(logp - old)                                                   ratio, per token
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
     L  = sum(w * l)                                                        loss
 
-Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w; a user's
-is such a row, or a function from `LossInputs` to the term. The weights come from counts over the
-whole optimizer step, so that no gradient depends on micro-batches or processes. All is computed in
-float32 or wider. learner.py calls `policy_loss`; advantages.py says where A comes from.
+Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w. A user's
+loss is such a row, or a function from `LossInputs` to the term. The weights come from counts over
+the whole optimizer step, so that no gradient depends on micro-batches or processes.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class LossNormalizer:
         return cls(num_completions, mask.sum().clamp(min=1), max_length or mask.shape[-1])
 
 
-# The ratio: how far the policy has moved from the one that sampled.
+# Ratios: how far the policy has moved from the one that sampled.
 def token_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """r_t = exp(logp_t - old_t)."""
     return log_ratio.exp()
@@ -56,7 +56,7 @@ def sequence_sum_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
 
 
-# The surrogate: from ratio and advantage to a term per token, and what was clipped.
+# Surrogates: from ratio and advantage to a term per token, and what was clipped.
 @dataclass(frozen=True)
 class Clip:
     """Clips the ratio to [1 - low, 1 + high]; `cap`, if given, bounds the unclipped ratio."""
@@ -68,19 +68,19 @@ class Clip:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a term is made of: `[..., S]` each, in float32 or wider; 0 (`ratio`: 1) where masked."""
+    """The inputs of a term, `[..., S]`, in float32 or wider. Masked ratios are 1, all else is 0."""
 
-    logp: Tensor  # of the sampled tokens, with gradient
+    logp: Tensor  # log-probs of the sampled tokens, with gradient
     old_logp: Tensor
-    ratio: Tensor  # as the row forms it, with gradient
-    advantages: Tensor  # of each token; NaN in supervised fine-tuning
+    ratio: Tensor  # the ratio of the loss's row, with gradient
+    advantages: Tensor  # the advantage of each token; NaN in supervised fine-tuning
     mask: Tensor  # 1 or 0
     clip: Clip
-    entropy: Tensor | None = None  # of the policy at each token, in nats; None unless asked for
+    entropy: Tensor | None = None  # the policy's at each token, in nats; None unless asked for
     ref_logp: Tensor | None = None  # None without a KL
 
 
-# [..., S]; or with it, by name of a metric, where a clip takes the gradient away
+# A term `[..., S]`, alone or with the tokens whose gradient a clip takes away, by metric.
 Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
@@ -106,7 +106,7 @@ def cispo(x: LossInputs) -> Term:
     return -x.ratio.detach().clamp(max=cap) * x.advantages * x.logp, hits
 
 
-# The weights: how much each token counts.
+# The weights of tokens.
 def per_completion(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
     """1 / (B n_i)"""
     return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * normalizer.completions)
@@ -133,9 +133,13 @@ class LossSpec:
     estimator: str = "group_mean"
     scale: str = "group"
     needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
-    # Groups whose advantages are 0 have a gradient too, and are not left out of the update; None:
-    # if the surrogate is not one of those here.
-    learns_without_advantage: bool | None = None
+    # False if a surrogate that is not from this file has no gradient where advantages are 0
+    learns_without_advantage: bool = True
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether groups whose advantages are all 0 have no gradient, and need no update."""
+        return self.surrogate in (clipped, cispo) or not self.learns_without_advantage
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:
@@ -144,7 +148,7 @@ def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec
         return LOSSES[loss]
     if isinstance(loss, LossSpec):
         return loss
-    return LossSpec(surrogate=loss, needs_entropy=True, learns_without_advantage=True)
+    return LossSpec(surrogate=loss, needs_entropy=True)
 
 
 LOSSES = {
@@ -180,11 +184,13 @@ SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float |
 
 
 def sampler_weights(
-    correction: str, cap: float, old_logp: Tensor, behavior_logp: Tensor, mask: Tensor
-) -> Tensor:
-    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, without gradient."""
+    correction: str, cap: float, old_logp: Tensor, sampler_logp: Tensor | None, mask: Tensor
+) -> Tensor | None:
+    """`token_weights [..., S]` by a row of SAMPLER_CORRECTIONS, or None by `none`."""
+    if correction == "none" or sampler_logp is None:  # no sampler drew the answers of a data set
+        return None
     form_ratio, lower_bound = SAMPLER_CORRECTIONS[correction]
-    log_ratio = torch.where(mask, old_logp - behavior_logp, 0.0)
+    log_ratio = torch.where(mask, old_logp - sampler_logp, 0.0)
     ratio = form_ratio(log_ratio, mask.to(log_ratio))
     if lower_bound is None:
         return ratio.clamp(max=cap)
@@ -206,73 +212,79 @@ def policy_loss(
     entropy: Tensor | None = None,
     added: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, or a micro-batch's share of it.
+    """The loss of a batch, or a micro-batch's share of it, and metrics without gradient.
+
+    All tensors are `[..., S]`, and get no gradient except for logp, entropy and added.
 
     Args:
-        logp: `[..., S]` log-probs of the sampled tokens, with gradient.
-        old_logp: `[..., S]`, the same before the step's first update. None: `logp`, a ratio of 1.
-        advantages: `[...]`, one per completion, or `[..., S]`; None for nll.
-        mask: `[..., S]` bool.
-        loss: see `loss_spec`.
+        old_logp: None means a ratio of 1.
+        advantages: those of tokens, or `[...]`, those of completions; None for nll.
+        loss: a name, a row or a function, see `loss_spec`.
         kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
         normalizer: the counts of the whole optimizer step, to which the losses, gradients and
             metrics of micro-batches then add up; None counts this batch only.
-        ref_logp: `[..., S]`, needed for a KL.
-        token_weights: `[..., S]`, factors on the policy term, not on the KL.
-        entropy: `[..., S]`, of the policy at each token, for losses that need it.
-        added: `[..., S]`, to the terms, such as an entropy bonus.
-
-    Returns the loss, and metrics: scalars without gradient. Only `logp`, `entropy` and `added` get
-    a gradient: one through another tensor would be another objective's.
+        token_weights: factors on the policy term, but not on the KL.
+        entropy: the policy's at each token, for losses that need it.
+        added: a term to add, such as an entropy bonus.
     """
     spec = loss_spec(loss)
     normalizer = normalizer or LossNormalizer.of(mask)
-    at_least_fp32 = torch.promote_types(logp.dtype, torch.float32)
-
-    def masked(values: Tensor) -> Tensor:
-        """`values` where the mask is true, else 0. Another shape could broadcast by chance."""
-        if values.shape != mask.shape:
-            raise ValueError(f"expected the shape {list(mask.shape)}, got {list(values.shape)}")
-        return torch.where(mask, values.to(at_least_fp32), 0.0)
+    masked = partial(_masked, mask=mask, dtype=torch.promote_types(logp.dtype, torch.float32))
 
     # 1. What the term is made of. Log-probs are masked before exp, because inf * 0 is NaN in the
     #    backward pass.
     m = masked(mask)
     logp = masked(logp)
-    old = logp.detach() if old_logp is None else masked(old_logp.detach())
-    ratio = spec.ratio(logp - old, m)
-    by_token = torch.full_like(logp, math.nan) if advantages is None else advantages.detach()
-    if by_token.shape == logp.shape[:-1]:
-        by_token = by_token[..., None].expand_as(logp)
-    ref = None if ref_logp is None else masked(ref_logp.detach())
+    old_logp = logp.detach() if old_logp is None else masked(old_logp.detach())
+    if advantages is None:
+        advantages = torch.full_like(logp, math.nan)  # no finite loss reads it
+    elif advantages.shape == logp.shape[:-1]:
+        advantages = advantages[..., None].expand_as(logp)
     inputs = LossInputs(
         logp=logp,
-        old_logp=old,
-        ratio=ratio,
-        advantages=masked(by_token),
+        old_logp=old_logp,
+        ratio=spec.ratio(logp - old_logp, m),
+        advantages=masked(advantages.detach()),
         mask=m,
         clip=spec.clip,
         entropy=None if entropy is None else masked(entropy),
-        ref_logp=ref,
+        ref_logp=None if ref_logp is None else masked(ref_logp.detach()),
     )
 
     # 2. The surrogate, and where it is clipped.
-    surrogate = spec.surrogate(inputs)
-    term, hits = (surrogate, {}) if isinstance(surrogate, Tensor) else surrogate
-    if term.shape != logp.shape:
-        raise ValueError(f"a loss must return [..., S], {list(logp.shape)}, not {list(term.shape)}")
+    term, metrics = _surrogate(spec, inputs, normalizer)
     if token_weights is not None:
         term = term * masked(token_weights.detach())
-    per_hit = per_token if spec.ratio is token_ratio else per_completion  # as TRL counts them
-    metrics = {name: (hit * per_hit(m, normalizer)).sum() for name, hit in hits.items()}
 
     # 3. The KL, and what else is added.
     if kl_coef and kl != KL_IN_REWARD:
-        if ref is None:
+        if inputs.ref_logp is None:
             raise ValueError("a kl_coef above 0 needs ref_logp")
-        penalty = KL_ESTIMATORS[kl](ref - logp, ratio)
+        penalty = KL_ESTIMATORS[kl](inputs.ref_logp - inputs.logp, inputs.ratio)
         metrics["kl"] = (penalty.detach() * per_token(m, normalizer)).sum()
         term = term + kl_coef * penalty
     if added is not None:
         term = term + masked(added)
     return (spec.weights(m, normalizer) * term).sum(), metrics
+
+
+def _masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` where the mask is true, else 0."""
+    if values.shape != mask.shape:
+        # it could broadcast by chance
+        raise ValueError(f"expected the shape {list(mask.shape)}, got {list(values.shape)}")
+    return torch.where(mask, values.to(dtype), 0.0)
+
+
+def _surrogate(
+    spec: LossSpec, inputs: LossInputs, normalizer: LossNormalizer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The term of a row's surrogate, `[..., S]`, and its metrics: how often it was clipped."""
+    surrogate = spec.surrogate(inputs)
+    term, hits = (surrogate, {}) if isinstance(surrogate, Tensor) else surrogate
+    if term.shape != inputs.logp.shape:
+        expected = list(inputs.logp.shape)
+        raise ValueError(f"a loss must return [..., S], {expected}, not {list(term.shape)}")
+    per_hit = per_token if spec.ratio is token_ratio else per_completion  # as TRL counts them
+    weights = per_hit(inputs.mask, normalizer)
+    return term, {name: (hit * weights).sum() for name, hit in hits.items()}

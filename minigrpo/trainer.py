@@ -3,37 +3,39 @@
     maybe evaluate  ->  batch  ->  num_iterations optimizer steps  ->  log  ->  maybe save
 
 Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
-weights. parts.py makes the parts; speed layers are in runtime/, checkpoints and logs in run/.
+weights.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import cached_property
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from .build import FrozenModels, Job, make_sampler, make_scorer, resolve
+from .checks import check_examples, digests
 from .config import Config
 from .evaluate import measure
+from .given import Given
+from .guard import Diverged, NonFiniteGuard, RunFailed
 from .identity import digest
 from .learner import Learner
 from .metrics import rollout_metrics
-from .parts import Given, Parts
-from .resolve import resolve
+from .model.source import ModelSource
+from .rewards.functions import in_worker_processes
 from .rollout import RolloutBatches, SupervisedBatches
-from .run import samples
 from .run.console import Console
-from .run.logging import RunLog
+from .run.logging import RunLog, log_group, log_held_out
 from .run.run_dir import RunDir, choose_folder
-from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
+from .runtime.device import PhaseTimer, Precision, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.guard import Diverged, RunFailed
-from .runtime.prefetch import ExamplePrefetcher
+from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
-from .runtime.statistics import Estimate
+from .statistics import Estimate
+from .tasks.base import ExamplePrefetcher
 from .types import ConfigError
 from .userfiles import refusing_exit
 
@@ -41,7 +43,12 @@ Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)
 
 
 class Trainer:
-    """A run, built from its config. Bad input is found here, before `fit` starts to work."""
+    """A run, built from its config. Bad input is found here, before `fit` starts to work.
+
+    Args:
+        callbacks: called by the main process after each step.
+        objects: in place of names and files: see `Given.of`.
+    """
 
     @refusing_exit(ConfigError)
     def __init__(
@@ -51,72 +58,57 @@ class Trainer:
         dist: DistContext | None = None,
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
-        why: str = "",
         **objects: Any,
     ) -> None:
-        """
-        Args:
-            callbacks: called by the main process after each step.
-            why: what brought the values of settings, to be printed: see `config.settle`.
-            objects: in place of names and files: see `Given.of`.
-        """
-        # Each part depends on those above it alone.
-        self.dist = dist or DistContext()
+        self.dist = dist = dist or DistContext()
         self.callbacks = callbacks
-        self.why = why
-        self.console = Console(quiet=quiet, rank=self.dist.rank)
+        self.console = console = Console(quiet=quiet, rank=dist.rank)
         given = Given.of(**objects)
-        folder = choose_folder(config, self.dist)
+        folder = choose_folder(config, dist)
+        own_settings = {"settings": digest(config.flat())}
         # all processes take the main one's, so that names mean the same to all
-        self.config = self.dist.on_main(lambda: resolve(config, given))
-        self.device = pick_device(self.config.speed.device, self.dist.local_rank)
-        set_up_process(self.config.speed, self.device)
-
-        parts = Parts(self.config, self.device, self.console, given, folder)
-        self.parts = parts
-        self.tokenizer = parts.tokenizer
-        self.task = parts.task
-        self.scorer = parts.scorer  # of the task
-        loss = parts.loss  # users' files have been run, before weights are loaded
-        self.model = parts.model  # fits the tokenizer
-        parts.check_examples()  # they fit the model
-        self.teacher = parts.teacher  # the model as it is now, unless another is named
-        self.reference = parts.reference
-        if self.dist.world_size > 1:
-            self.dist.refuse_differences(parts.digests() | {"settings": digest(config.flat())})
-        self.learner = Learner(  # gives all processes the model of the main one
-            self.config,
-            self.model,
-            loss,
-            precision=parts.precision,
-            dist=self.dist,
-            warn=self.console.warn,
-        )
-        self.sampler = parts.sampler  # of the model, for the task
+        self.config = config = dist.on_main(lambda: resolve(config, given))
+        self.device = pick_device(config.speed.device, dist.local_rank)
+        set_up_process(config.speed, self.device)
+        # 1. The models, when users' files have been run.
+        job = Job.of(config, given)
+        if has_trace(folder):  # an earlier process has hung in a reward
+            job = replace(job, functions=in_worker_processes(job.functions, console.warn))
+        self.job = job
+        loss = given.loss_spec(config)
+        self.model_source = source = ModelSource.of(config.model.name, config.task.name)
+        checksums: dict[str, str] = {}  # of the weights that a resume loads again
+        model = source.start(config, job.tokenizer, console.say, checksums, given.model)
+        self.model = model.to(self.device)
+        precision = Precision(config.speed, self.device, NonFiniteGuard())
+        frozen_models = FrozenModels(job, self.model, precision, console, checksums)
+        self.scorer = make_scorer(job, frozen_models, console.warn)
+        check_examples(job, given, self.model.shape.context, console)
+        self.teacher = frozen_models.of_flag("--teacher", config.loss.teacher)
+        self.reference = frozen_models.of_flag("--reference", config.loss.reference_model)
+        if dist.world_size > 1:
+            dist.refuse_differences(digests(job, loss, self.scorer, checksums) | own_settings)
+        # 2. What a step needs. The learner gives all processes the model of the main one.
+        self.learner = Learner(config, self.model, loss, precision, dist, console.warn)
+        self.sampler = make_sampler(job, self.model, precision, console.warn)
         self.timer = PhaseTimer(self.device)
         self.source = self._batch_source()
-        facts = {"tokenizer": self.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
+        # 3. The folder, and the checkpoint to go on from.
+        facts = {"tokenizer": job.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir = RunDir(
-            folder,
-            self.config,
-            self.dist,
-            self.console,
-            facts,
-            self.task.questions,
-            code=given.code,
-            checksums=parts.checksums,
+            folder, config, dist, console, facts, job.task.questions, given.code, checksums
         )
-        self.run_dir.open(self.learner.load_state_dict)  # loads a checkpoint, if there is one
+        self.run_dir.open(self.learner.load_state_dict)
+        self.log: RunLog | None = None  # opened by the first step
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
-        self.stop_request = StopRequest(self.console.warn)
+        self.stop_request = StopRequest(console.warn)
 
     def _batch_source(self) -> SupervisedBatches | RolloutBatches:
-        prompts_per_step = self.config.sampling.prompts_per_step
-        share = self.dist.share(prompts_per_step)
-        prefetcher = ExamplePrefetcher(self.task, prompts_per_step, share)
+        prompts = self.config.sampling.prompts_per_step
+        prefetcher = ExamplePrefetcher(self.job.task, prompts, self.dist.share(prompts))
         if self.config.supervised:
             context = self.model.shape.context
-            return SupervisedBatches(prefetcher, self.tokenizer, context, self.timer)
+            return SupervisedBatches(prefetcher, self.job.tokenizer, context, self.timer)
         return RolloutBatches(
             self.config,
             prefetcher,
@@ -133,29 +125,24 @@ class Trainer:
     def step(self) -> int:
         return self.learner.steps_done
 
-    @cached_property
-    def log(self) -> RunLog:
-        """The logs, opened by the first step: until then a trainer changes no file of a run."""
-        return self.run_dir.open_log(self.learner.state_dict())
+    def _open_log(self) -> RunLog:
+        """The logs, opened once: a trainer that has not begun to step changes no file of a run."""
+        self.log = self.log or self.run_dir.open_log(self.learner.state_dict())
+        return self.log
 
     def fit(self) -> dict[str, Any]:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
-        log = self.log
         began = time.perf_counter()
+        log = self._open_log()
         self.evaluations = self.dist.on_main(lambda: log.evaluated)
-        self.console.introduce(
-            self.config,
-            self.why,
-            self.task,
-            self.scorer.weights,
-            f"{self.dist.world_size} x {self.device.type}",
-        )
+        machines = f"{self.dist.world_size} x {self.device.type}"
+        self.console.introduce(self.config, self.job.task, self.scorer.weights, machines)
         try:
             with self.stop_request, refusing_exit(RunFailed):
                 with suppress(Stopped):
                     self._train()
                 state = self.learner.state_dict()
-                base = self.parts.base
+                base = self.model_source.under_adapters(self.config.model).name
                 self.dist.on_main(lambda: self.run_dir.save_end(self.model, state, base))
                 if not self._why_stopped():
                     with suppress(Stopped):
@@ -180,12 +167,15 @@ class Trainer:
         """Train to the end, or until asked to stop. Raises Stopped for work that is broken off."""
         run = self.config.run
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
+        with (
+            profiler(run, self.run_dir.path, self.dist.is_main) as trace,
+            self.console.steps(self.step, end) as show_step,
+        ):
             while self.step < end and not self.stop_request.agreed(self.dist):
                 if not self.evaluations or (run.eval_every and self.step % run.eval_every == 0):
                     self._evaluate()
                 metrics = self.one_step()
-                self.console.update(self.step, end, metrics)
+                show_step(self.step, metrics)
                 for callback in self.callbacks if self.dist.is_main else ():
                     callback(self.step, metrics)
                 trace.step()
@@ -194,27 +184,27 @@ class Trainer:
 
     def _why_stopped(self) -> str:
         """Why the run stops before its end, the same in all processes; "" if it does not."""
-        is_early = self.step < self.config.run.max_steps
-        return self.stop_request.agreed(self.dist) or ("stop_after" if is_early else "")
+        early = "stop_after" if self.step < self.config.run.max_steps else ""
+        return self.stop_request.agreed(self.dist) or early
 
     def one_step(self) -> dict[str, float]:
         """Draw a batch, learn from it, log it; return the metrics. `fit` goes on from there."""
-        log = self.log
+        log = self._open_log()
         step = self.step
         start = time.perf_counter()
         # environments are called from the start, rewards later
-        self.scorer.begin_step(time.monotonic() if self.parts.environments else math.inf)
+        self.scorer.begin_step(time.monotonic() if self.job.environments else math.inf)
         batch = self.source.batch(step)
         self._refuse_cut_off()
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
-        metrics = self.dist.combine(rollout_metrics(batch, self.sampler.stops)) | learnt
+        metrics = self.dist.combine(rollout_metrics(batch)) | learnt
         for name, mib in memory_mib(self.device).items():
             metrics[f"memory/{name}_mib"] = float(self.dist.max(torch.tensor(mib)))
         metrics |= {f"time/{name}": seconds for name, seconds in self.timer.take().items()}
         metrics["step_time"] = time.perf_counter() - start
         log.step(step + 1, metrics)
-        samples.log_group(log, batch, step + 1, self.tokenizer)
+        log_group(log, batch, step + 1, self.job.tokenizer)
         self.scorer.check(metrics, self.step)
         return metrics
 
@@ -225,14 +215,11 @@ class Trainer:
         reward may take this for a wrong answer. A resume makes the step again.
         """
         request = self.stop_request
-        is_asked = request.reason != ""
         came_in_calls = request.asked_at > self.scorer.began
-        is_cut_off = is_asked and (self.scorer.has_failed or came_in_calls)
+        is_cut_off = request.reason != "" and (self.scorer.has_failed or came_in_calls)
         if self.dist.max(torch.tensor(int(is_cut_off))):
-            reason = "the signal came while its rewards were made"
-            self.console.warn(
-                f"step {self.step + 1} is given up: {reason}; a resume makes it again"
-            )
+            reason = "a signal came in its rewards, and a resume makes it again"
+            self.console.warn(f"step {self.step + 1} is given up: {reason}")
             raise Stopped
 
     def _evaluate(self) -> None:
@@ -242,6 +229,7 @@ class Trainer:
         """
         if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
+        log = self._open_log()
 
         def on_main() -> dict[str, Estimate] | None:
             try:
@@ -249,7 +237,7 @@ class Trainer:
                     evaluation = measure(self.sampler, self.scorer)
             except Stopped:
                 return None
-            samples.log_held_out(self.log, evaluation.greedy, evaluation.sampled, self.step)
+            log_held_out(log, evaluation.greedy, evaluation.sampled, self.step)
             return evaluation.measures
 
         measures = self.dist.on_main(on_main)
@@ -257,7 +245,7 @@ class Trainer:
             raise Stopped
         values = {name: estimate.value for name, estimate in measures.items()}
         self.evaluations.append({"step": self.step, **values})
-        self.log.evaluation(self.step, values)  # last: a resume takes it as done
+        log.evaluation(self.step, values)  # last: a resume takes it as done
         self.console.evaluation(self.step, measures)
 
     def _summarise(self, status: str, reason: str, began: float) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 P prompts, of at most Lp tokens, once per group; G completions per prompt, of at most S tokens.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .errors import ConfigError as ConfigError
+from .statistics import PartlyKnown
 
 Warn = Callable[[str], object]  # says something to the user
 
@@ -33,37 +34,45 @@ class Example:
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
-    # schemas for the chat template; None: no dialogue, and a plain prompt is not made a message
+    # schemas of tools for the chat template, or None if nothing answers the completion
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
     # the row that it was read from, such as "a.jsonl, line 3"
     place: str = field(default="", compare=False, repr=False)
 
     @property
+    def in_turns(self) -> bool:
+        """Whether tools or an environment may answer: then even a plain prompt is a message."""
+        return self.tools is not None
+
+    @property
     def label(self) -> str:
-        """What errors call it."""
+        """The name of the example in errors."""
         return self.place or f"example {self.index} ({self.prompt[:60]!r}...)"
 
 
-class Dialogue(str):
-    """The text of a completion of several turns: the policy's last one, with all that was said."""
+class Completion(str):
+    """A completion's text, which is the last turn of a dialogue, with all that was said."""
 
-    messages: Sequence[Mapping[str, Any]] = ()  # after the prompt: role, content
-    turns: int = 1  # of the policy
+    messages: Sequence[Mapping[str, Any]]  # what follows the prompt, each with role and content
+    is_dialogue: bool = False  # tools or an environment could answer
+    turns: int = 1  # turns of the policy
     failed_calls: Sequence[bool] = ()  # whether each call of a tool has failed
-    cut: bool = False  # ended by a limit, although the environment had answered
-    error: str = ""  # what its environment raised, or that it took too long
-    rewards: Mapping[str, float | None] = {}  # of its environment, by name; NaN after an error
+    cut: bool = False  # whether a limit ended the dialogue after an answer
+    error: str | None = None  # what its environment raised, or that it took too long
+    # rewards by environment, None where the environment does not reward the row, or after an error
+    rewards: Mapping[str, float | None] = {}
 
-    def __new__(cls, text: str, **fields: Any) -> "Dialogue":
-        dialogue = super().__new__(cls, text)
-        vars(dialogue).update(fields)
-        return dialogue
+    def __new__(cls, text: str, **fields: Any) -> "Completion":
+        completion = super().__new__(cls, text)
+        completion.messages = [{"role": "assistant", "content": text}]
+        vars(completion).update(fields)
+        return completion
 
 
 class PerPrompt(Sized):
     """A dataclass with a row for each prompt: in its tensors, arrays, lists, and in those inside.
 
-    A group is never split: all completions of a prompt are in its row. The first field has rows.
+    The row has all completions of the prompt. The first field has rows.
     """
 
     def __len__(self) -> int:
@@ -78,7 +87,7 @@ class PerPrompt(Sized):
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Self:
         """Some of the prompts, by their numbers, in any order."""
-        return type(self)(**{name: _selected(value, rows) for name, value in vars(self).items()})
+        return type(self)(**_select_rows(vars(self), rows))
 
     def split(self, num_prompts: int) -> list[Self]:
         """Micro-batches of at most `num_prompts` prompts."""
@@ -86,51 +95,54 @@ class PerPrompt(Sized):
         starts = range(0, len(self), num_prompts)
         return [self.select(rows[start : start + num_prompts]) for start in starts]
 
-    def join(self, other: Self) -> Self:
-        """These prompts and then others, padded to the longest."""
-        theirs = vars(other)
-        return type(self)(**{name: _joined(x, theirs[name]) for name, x in vars(self).items()})
+    @classmethod
+    def join(cls, batches: Sequence[Self]) -> Self:
+        """The prompts of several batches, padded to the longest."""
+        return cls(**_join_rows([vars(batch) for batch in batches]))
 
 
-def _selected(value: Any, rows: Sequence[int] | np.ndarray) -> Any:
+def _select_rows(value: Any, rows: Sequence[int] | np.ndarray) -> Any:
     if isinstance(value, PerPrompt):
         return value.select(rows)
     if isinstance(value, Tensor | np.ndarray):
         return value[rows]
+    if isinstance(value, list):
+        return [value[row] for row in rows]
     if isinstance(value, dict):
-        return {name: _selected(x, rows) for name, x in value.items()}
-    return [value[row] for row in rows] if isinstance(value, list) else value
+        return {name: _select_rows(each, rows) for name, each in value.items()}
+    return value  # a number belongs to the whole batch
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _join_rows(values: Sequence[Any]) -> Any:
+    first = values[0]
     if isinstance(first, PerPrompt):
-        return first.join(second)
+        return first.join(values)
     if isinstance(first, dict):
-        return {name: _joined(x, second[name]) for name, x in first.items()}
+        return {name: _join_rows([value[name] for value in values]) for name in first}
     if isinstance(first, np.ndarray):
-        return np.concatenate([first, second])
+        return np.concatenate(values)
     if isinstance(first, Tensor):
         if first.dim() > 1:
-            width = max(first.shape[-1], second.shape[-1])
-            first, second = (pad(x, (0, width - x.shape[-1])) for x in (first, second))
-        return torch.cat([first, second])
-    return None if first is None else first + second
+            width = max(value.shape[-1] for value in values)
+            values = [pad(value, (0, width - value.shape[-1])) for value in values]
+        return torch.cat([*values])
+    if isinstance(first, list):
+        return [row for value in values for row in value]
+    return None if all(value is None for value in values) else sum(values)
 
 
 @dataclass(frozen=True)
 class Completions(PerPrompt):
-    """Sampled completions, or the true answers in supervised fine-tuning.
-
-    In a dialogue, all that follows the prompt, up to the last turn's end, is one completion.
-    """
+    """Sampled completions, or true answers. All turns and answers of a dialogue are one."""
 
     prompt_ids: Tensor  # [P, Lp] int64, right-padded, one row per prompt
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true for tokens that the policy sampled
     sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
-    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass kept by top-k, ...
-    stopped: Tensor | None = None  # [P, G] bool, the completion ends with a stop text
+    log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass that top-k, ... keep
+    # [P, G] bool, it ends with a stop token or text, and was not cut off; None for true answers
+    ended: Tensor | None = None
 
     @property
     def completion_len(self) -> Tensor:
@@ -138,66 +150,96 @@ class Completions(PerPrompt):
         columns = torch.arange(1, self.completion_mask.shape[-1] + 1, device=self.prompt_len.device)
         return (self.completion_mask * columns).amax(-1)
 
-    def ended(self, stops: Collection[int]) -> Tensor:
-        """`[P, G]` bool: the completion ends with a stop token or text, and was not cut off."""
-        last_column = (self.completion_len - 1).clamp(min=0)[..., None]
-        last_token = self.completion_ids.gather(-1, last_column)[..., 0]
-        ended = torch.isin(last_token, torch.tensor(sorted(stops), dtype=torch.int64))
-        return ended if self.stopped is None else ended | self.stopped
-
     @property
-    def behavior_logp(self) -> Tensor | None:
-        """`[P, G, S]` log-probs under the distribution that tokens were drawn from."""
+    def truncated_sampler_logp(self) -> Tensor | None:
+        """`[P, G, S]`, see RolloutBatch: of the distribution that the tokens were drawn from."""
         if self.sampler_logp is None or self.log_kept_mass is None:
             return self.sampler_logp
         return self.sampler_logp - self.log_kept_mass
 
 
+class AddedRow(NamedTuple):
+    """The attention of the tokens that a completion adds to those before it, by places."""
+
+    queries: np.ndarray  # those tokens
+    keys: np.ndarray  # the prompt and all tokens of the completion that are run
+
+
+@dataclass(frozen=True)
+class PackedPrompt:
+    """A prompt and its completions, packed by model/packing.py. A place is one of its n tokens."""
+
+    ids: np.ndarray  # [n] the packed tokens
+    positions: np.ndarray  # [n] the position of each in its own text
+    sources: np.ndarray  # [m] places whose next token is predicted
+    targets: np.ndarray  # [m] that next token
+    index: np.ndarray  # [G, S] into the m predictions; 0 where no token was sampled
+    mask: np.ndarray  # [G, S] bool
+    causal_rows: Sequence[np.ndarray]  # places that attend to all before them in their row
+    added_rows: Sequence[AddedRow]
+
+
+@dataclass(frozen=True)
+class Scores(PartlyKnown, PerPrompt):
+    """The scores that one reward gives to texts: `[n]` in a call, `[P, G]` in a table.
+
+    A failed call has no value; in a table, it has its group's worst: see `rewards.scores.settled`.
+    """
+
+    failed: np.ndarray  # bool, the call raised, took too long or gave a number that is not finite
+
+    @property
+    def applies(self) -> np.ndarray:
+        """Whether the reward concerns the text, bool; a user's function says None where not."""
+        return self.known | self.failed
+
+
 @dataclass(frozen=True)
 class RewardTable(PerPrompt):
-    """Scores of P x G texts by reward function; `total` is the weighted sum."""
+    """The rewards of P x G texts."""
 
-    total: np.ndarray  # [P, G] float64, NaN where a paid reward failed throughout the batch
-    parts: Mapping[str, np.ndarray]  # name -> [P, G] float64, NaN where a part does not apply
-    # name -> [P, G] bool: the reward failed there, and the part has the worst value of the group
-    failed: Mapping[str, np.ndarray] = field(default_factory=dict)
+    total: np.ndarray  # [P, G] float64, the weighted sum
+    # [P, G] bool; false where a reward of the sum failed and there is nothing to compare it with:
+    # the total is then the worst of its group
+    total_known: np.ndarray
+    scores: Mapping[str, Scores]  # by reward, [P, G] each
 
     @property
     def zero_variance(self) -> np.ndarray:
         """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
-        known = np.nan_to_num(self.total)
-        rounding = ROUNDINGS * np.finfo(known.dtype).eps
-        return np.isclose(known.max(1), known.min(1), rtol=rounding, atol=0)
+        rounding = ROUNDINGS * np.finfo(self.total.dtype).eps
+        return np.isclose(self.total.max(1), self.total.min(1), rtol=rounding, atol=0)
 
 
 @dataclass(frozen=True)
 class RolloutBatch(PerPrompt):
-    """A step's batch. The learner itself fills in `old_logp`.
+    """A step's batch.
 
-    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature:
-    sampler_logp: the policy's, by the sampler's forward; what tokens are drawn from before top-k,
-        top-p and min-p.
-    behavior_logp: the same, renormalised over the tokens that these keep.
-    old_logp: the policy's before the step's first update, by the trainer's forward.
-    ref_logp: the frozen reference's.
-    teacher_logp: the teacher's, after the prompt that it reads.
+    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. Their names
+    say who computes them:
+    trainer_logp: the policy as it is now, by the learner's forward. It is not stored here.
+    old_logp: the policy before the step's first update, by the learner's forward.
+    sampler_logp: the policy by the sampler's forward, before top-k, top-p and min-p.
+    truncated_sampler_logp: the same, renormalised over the tokens that these keep.
+    reference_logp: the frozen reference of --kl-coef.
+    teacher_logp: the teacher, after the prompt that it reads.
     """
 
     examples: Sequence[Example]  # [P]
     completions: Completions
-    texts: Sequence[Sequence[str]]  # [P][G], the completions as text, without stop tokens
+    texts: Sequence[Sequence[Completion]]  # [P][G], without stop tokens
     rewards: RewardTable | None = None  # None in supervised fine-tuning
     advantages: Tensor | None = None  # [P, G] float32, one per completion
-    old_logp: Tensor | None = None  # [P, G, S] float32; None: that of the policy, a ratio of 1
-    ref_logp: Tensor | None = None  # [P, G, S] float32; None: no KL term in the loss
-    teacher_logp: Tensor | None = None  # [P, G, S] float32; None: no advantages of tokens
-    loss_mask: Tensor | None = None  # [P, G] bool, completions that enter the loss; None: all
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the sampling, to be logged
+    old_logp: Tensor | None = None  # [P, G, S] float32, or None for a ratio of 1
+    reference_logp: Tensor | None = None  # [P, G, S] float32, or None for a loss without a KL
+    teacher_logp: Tensor | None = None  # [P, G, S] float32, or None without a teacher
+    loss_mask: Tensor | None = None  # [P, G] bool, completions in the loss, or None for all
+    packed: Sequence[PackedPrompt] | None = None  # [P], or None before a model reads the batch
+    metrics: Mapping[str, float] = field(default_factory=dict)  # counts, which `join` adds
 
-    def ended(self, stops: Collection[int]) -> Tensor:
-        """`[P, G]` bool: the completion ended by itself. A dialogue also ends at a limit.
-
-        Then its last turn is whole, but the environment's answer had no room or no turn after it.
-        """
-        cut = [[isinstance(text, Dialogue) and text.cut for text in group] for group in self.texts]
-        return self.completions.ended(stops) & ~torch.tensor(cut)
+    @property
+    def ended(self) -> Tensor:
+        """`[P, G]` bool: the completion ended by itself, and a dialogue not at a limit either."""
+        assert self.completions.ended is not None
+        cut = [[text.cut for text in group] for group in self.texts]
+        return self.completions.ended & ~torch.tensor(cut)

@@ -1,10 +1,6 @@
-"""Users' files with tasks, rewards, losses, environments and tools.
+"""Users' files, each of which becomes a real module and is run once in a process.
 
-A file is a real module, run once in a process, whoever asks for it: dataclasses and annotations in
-it find their names, and a model that it loads at the top is loaded once. It may import other files
-of its folder.
-
-Its name says where it is: /home/me/rewards.py is the module `minigrpo.userfiles./home/me/rewards`.
+The module's name contains its path: /home/me/rewards.py is `minigrpo.userfiles./home/me/rewards`.
 So it hides no other module, and a worker process that unpickles one of its functions finds it.
 """
 
@@ -29,16 +25,14 @@ from .errors import ConfigError, error_text
 
 PREFIX = f"{__name__}."
 SUFFIX = ".py"
-# code that is not the user's: this package, and whatever is installed
-LIBRARIES = [*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *site.getsitepackages()]
-FOLDERS = (Path(__file__).parent, *LIBRARIES, site.getusersitepackages())
-INSTALLED = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
-__path__: list[str] = []  # modules may lie below this one, as if it were a package
+# folders of code that is not the user's: this package, and installed ones
+LIBRARIES = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
+SITES = (*site.getsitepackages(), site.getusersitepackages())
+INSTALLED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent, *LIBRARIES, *SITES))
+__path__: list[str] = []  # makes this module a package, so that others may lie below it
 
 
 class UserFileFinder:
-    """Finds the file of a module by its name."""
-
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
         if not fullname.startswith(PREFIX):
             return None
@@ -46,130 +40,118 @@ class UserFileFinder:
 
 
 sys.meta_path.append(UserFileFinder())
-# (a file, the id of a module's spec) -> that spec, and the sha256 of the file
+# (file, id of its module's spec) -> (the spec, sha256 of the file)
 _read: dict[tuple[str, int], tuple[object, str]] = {}
-# files that only worker processes have read, and the sha256 that the first of them found
+# file that only worker processes have read -> sha256 that the first of them found
 _read_elsewhere: dict[str, str] = {}
 
 
 def load_file(path: str | Path) -> ModuleType:
-    """The module of a Python file. It is run: trust it. An error in it is raised as it is."""
+    """Run a Python file as a module, and return it. Errors in it are raised as they are."""
     file = Path(path).resolve(strict=True)
     if file.suffix != SUFFIX:
         raise ConfigError(f"{path}: is not a Python file, FILE.py")
-    for module in [*sys.modules.values()]:  # perhaps another file has imported it
+    for module in [*sys.modules.values()]:  # another file may have imported it
         if getattr(module, "__file__", None) == str(file):
             return module
     folder = str(file.parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that it hides nothing that is installed
-    # names of modules are parted by dots
+    quoted = quote(str(file.with_suffix(""))).replace(".", "%2E")  # dots separate modules
     with refusing_exit(ConfigError):
-        module = import_module(PREFIX + quote(str(file.with_suffix(""))).replace(".", "%2E"))
+        module = import_module(PREFIX + quoted)
     if file.stem.isidentifier() and file.stem not in sys.modules:
         plain = find_spec(file.stem)
-        if plain and plain.origin == str(file):  # what other files of the folder import
+        if plain and plain.origin == str(file):  # other files of the folder import it so
             sys.modules[file.stem] = module
     files_read()
     return module
 
 
 def files_read() -> dict[str, str]:
-    """The files of the users' modules that are loaded, and the sha256 of each as it was then.
+    """The files of the users' modules, here and in workers, with the sha256 when each was loaded.
 
-    Those that worker processes have loaded are among them: see `changed_files`.
-    The script that was started is left out: it changes for a resume, and functions in it are
+    The script that was started is left out: it may change before a resume, and its functions are
     compared by their code.
     """
     for name, module in [*sys.modules.items()]:
-        said = getattr(module, "__dict__", {})  # not an attribute that a module may make up
-        file = str(said.get("__file__"))
+        attributes = getattr(module, "__dict__", {})  # without a module's own `__getattr__`
+        file = str(attributes.get("__file__"))
         if name == "__main__" or not os.path.isabs(file) or file.startswith(INSTALLED):
             continue
-        spec = said.get("__spec__")  # a new one if it is loaded again, as in a notebook
+        spec = attributes.get("__spec__")  # a new one if a notebook loads the file again
         if (file, id(spec)) not in _read:
-            _read[file, id(spec)] = spec, sha256_now(file)
-    return _read_elsewhere | {file: digest for (file, _), (_, digest) in _read.copy().items()}
+            _read[file, id(spec)] = spec, sha256_of(file)
+    here = {file: sha256 for (file, _), (_, sha256) in _read.copy().items()}
+    return _read_elsewhere | here
 
 
 def defined_in(thing: Any) -> str:
-    """The sha256 of the user's file that defines a function or class; "" of other code."""
+    """The sha256 of the user's file that defines a function or class; "" for other code."""
     module = sys.modules.get(getattr(innermost(thing), "__module__", ""))
-    return files_read().get(getattr(module, "__file__", None) or "", "")
-
-
-def script_read() -> dict[str, str]:
-    """The sha256 of the file that Python was started with; empty in a notebook."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    return {"the script": sha256_now(file)} if file else {}
-
-
-def files_now() -> dict[str, str]:
-    """The same files, as they are now."""
-    return {file: sha256_now(file) for file in files_read()}
+    file = getattr(module, "__file__", None) or ""
+    return files_read().get(file, "")
 
 
 def changed_files(others: Mapping[str, str]) -> list[str]:
-    """Which files are not as they were read; `others`: read now, or by another process.
-
-    Files that are new here are taken down, and compared from then on.
-    """
+    """The files whose sha256 in `others` is not the one read first. New files are remembered."""
     known = files_read()
     changed = []
-    for file, digest in others.items():
-        first = known.get(file) or _read_elsewhere.setdefault(file, digest)
-        if first != digest:
+    for file, sha256 in others.items():
+        first = known.get(file) or _read_elsewhere.setdefault(file, sha256)
+        if first != sha256:
             changed.append(file)
     return changed
 
 
-def sha256_now(file: str) -> str:
-    """The sha256 of a file; "" if there is none, as of a module inside an archive."""
-    return sha256_of(file) if os.path.isfile(file) else ""
-
-
 def sha256_of(file: str | Path) -> str:
+    """The sha256 of a file; "" if there is none, such as for a module inside an archive."""
+    if not os.path.isfile(file):
+        return ""
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def load_name(flag: str, setting: str) -> Any:
-    """What FILE.py:NAME means. Raises ConfigError if there is none."""
+    """The object that FILE.py:NAME names. Raises ConfigError if there is none."""
     file, _, name = setting.rpartition(":")
-    if not (file and hasattr(module := load_file(file), name)):
-        raise ConfigError(f"{flag} {setting}: there is none; give FILE.py:NAME")
+    if not file:
+        raise ConfigError(f"{flag} {setting}: give FILE.py:NAME")
+    module = load_file(file)
+    if not hasattr(module, name):
+        raise ConfigError(f"{flag} {setting}: {file} does not define {name or 'an empty name'}")
     return getattr(module, name)
 
 
 def innermost(function: Any) -> Any:
-    """What is called in the end, inside partials."""
+    """The function inside partials."""
     while isinstance(function, partial):
         function = function.func
     return function
 
 
 def name_of(function: Any) -> str:
-    """The name of a function, also inside partials; of an object that is called, its class's."""
+    """The name of a function, or of the class of a callable object."""
     inner = innermost(function)
     return getattr(inner, "__name__", type(inner).__name__)
 
 
 def place_of(error: BaseException) -> str:
-    """Where a user's code raised an error, such as `rewards.py, line 12: `; "" if none did."""
+    """The line of users' code that raised an error, such as `rewards.py, line 12: `, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(("<", *INSTALLED))]
     return f"{theirs[-1].filename}, line {theirs[-1].lineno}: " if theirs else ""
 
 
 def failure(error: BaseException) -> str:
-    """An error of users' code in a line: where it was raised, its type and what it says."""
+    """An error of users' code in one line: its place, its type and its message."""
     return f"{place_of(error)}{error_text(error):.200}"
 
 
 @contextmanager
-def refusing_exit(kind: type[Exception]) -> Iterator[None]:
-    """Make `sys.exit` in users' code an error: a run would end as if it had finished."""
+def refusing_exit(error_type: type[Exception]) -> Iterator[None]:
+    """Make `sys.exit` in users' code an error, or a run would end as if it had finished."""
     try:
         yield
     except SystemExit as error:
-        raise kind(f"{place_of(error)}sys.exit({error.code!r})") from error
+        raise error_type(f"{place_of(error)}sys.exit({error.code!r})") from error

@@ -23,7 +23,6 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2",
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 # take a number from the host, as elementwise operations do
 TAKE_A_NUMBER = {"fill_", "masked_fill", "masked_fill_", "index_put", "index_put_"}
-
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 NO_KERNEL = {*ALLOCATIONS, "_unsafe_view", "_fused_sdp_choice"}
 

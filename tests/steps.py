@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from minigrpo import Config, Trainer
+from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.losses import LossSpec
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.runtime.device import Precision
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.guard import NonFiniteGuard
-from minigrpo.types import Completions
+from minigrpo.types import Completion, Completions
 
 from .tiny import TINY, tiny_chess_model
 
@@ -33,6 +33,11 @@ SHAPES = {
     # every variant that GPT-2 does not have
     "grouped-query": ModelShape(**SIZES, family="gemma3_text", **GEMMA3),
 }
+
+
+def group(*texts: str) -> list[Completion]:
+    """Completions of one prompt, of a turn each."""
+    return [*map(Completion, texts)]
 
 
 def make_completions(

@@ -1,19 +1,19 @@
 """Chat templates with the features of the published ones, on tokenizers of their families."""
 
-import json
 import re
 import subprocess
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from minigrpo.model import chat as chat_module
-from minigrpo.model.chat import Chat
-from minigrpo.model.encoding import encode_pairs, encode_prompt, encode_prompts
 from minigrpo.model.frozen_model import with_context
-from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
+from minigrpo.text import chat as chat_module
+from minigrpo.text.chat import Chat
+from minigrpo.text.encoding import encode_pairs, encode_prompt, prompt_within
+from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.types import Example
 
 from . import tiny
@@ -32,8 +32,6 @@ KINDS = {
     "mistral": ("mistral", "</s>"),
 }
 PUBLISHED = {"qwen2_5": "qwen", "qwen3": "qwen", "llama3_1": "llama", "phi3": "qwen"}
-
-
 DIALOGUES = [
     ask(" 1+1? "),
     ask("Who's naïve?\n\n  象棋", "<think>me</think>\n\nYou.", "And 12?", system="Be short. "),
@@ -57,14 +55,14 @@ def load(folder: Path, kind: str, **config: Any) -> tuple[Tokenizer, Chat]:
 def test_prompts_are_the_golden_ones_and_the_end_of_a_turn_stops(tmp_path: Path, kind: str) -> None:
     tokenizer, chat = load(tmp_path, kind)
     end = tokenizer.special[KINDS[kind][1]]
-    assert tokenizer.turn_end == end and tokenizer.stops == {end, tokenizer.eot}
-    assert len(KNOWN[f"chat {kind}"]) == len(DIALOGUES)
+    assert tokenizer.turn_end == end
+    assert tokenizer.stops == {end, tokenizer.eot}
     for messages, (text, ids, whole) in zip(DIALOGUES, KNOWN[f"chat {kind}"], strict=True):
         assert chat.render(messages) == text
         assert tokenizer.encode(text, special=True) == ids
+        assert chat.render(messages, add_generation_prompt=False) == whole
         if messages[-1]["role"] == "user":
             assert encode_prompt(tokenizer, Example("?", messages=messages)) == ids
-        assert chat.render(messages, add_generation_prompt=False) == whole
 
 
 @pytest.mark.peer
@@ -72,26 +70,18 @@ def test_prompts_are_the_golden_ones_and_the_end_of_a_turn_stops(tmp_path: Path,
 def test_the_golden_prompts_are_those_of_transformers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datetime import datetime
-
-    import transformers
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils import chat_template_utils
 
-    class Then(datetime):
-        @classmethod
-        def now(cls, tz: object = None) -> "Then":
-            return cls(2024, 7, 26)
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Then)
+    now = Mock(now=lambda: datetime(2024, 7, 26))
+    monkeypatch.setattr(chat_template_utils, "datetime", now)
     load(tmp_path, kind)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    render = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template
     made = []
     for messages in DIALOGUES:
-        text, whole = (
-            theirs.apply_chat_template(messages, add_generation_prompt=on, tokenize=False)
-            for on in (True, False)
-        )
-        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text = render(messages, add_generation_prompt=True, tokenize=False)
+        ids = render(messages, add_generation_prompt=True, return_dict=False)
+        whole = render(messages, add_generation_prompt=False, tokenize=False)
         made.append([text, ids, whole])
     tiny.check_golden("tokens", f"chat {kind}", made)
 
@@ -102,37 +92,34 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path, kind: str) 
     for token in tokenizer.special:
         for messages in (ask(f"a {token}"), ask("a", token, "b"), ask("a", system=token)):
             refused(chat.prompt, messages)
-        for row in ({"tools": [{"name": token}]}, {"args": {"documents": [token]}}):
-            refused(chat.prompt, ask("a"), **row)
-    near = ask("<|im_end |>", "< |eot_id|>", "[INST")
-    special = {*tokenizer.special.values()}
-    counts = [
-        sum(i in special for i in encode_prompt(tokenizer, Example("", messages=messages)))
-        for messages in (near, ask("a", "b", "c"))
-    ]
-    assert counts[0] == counts[1] > 0
+        refused(chat.prompt, ask("a"), tools=[{"name": token}])
+        refused(chat.prompt, ask("a"), args={"documents": [token]})
+    assert "[INST" in chat.prompt(ask("<|im_end |>", "< |eot_id|>", "[INST"))  # nearly
 
 
-BEGINNINGS = ("So", " Let me think.\n<think>\n\n", "<think>me</think>\n\nI", "", "a  \n")
+BEGINNINGS = (" Let me think.\n<think>\n\n", "a  \n", "<think>me</think>\n\nI", "")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_beginning_of_an_answer_is_continued(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("begun", BEGINNINGS)
+def test_the_beginning_of_an_answer_is_continued(tmp_path: Path, kind: str, begun: str) -> None:
     tokenizer, chat = load(tmp_path, kind)
-    for begun in BEGINNINGS:
-        messages = ask("1+1?", begun)
-        whole = chat.render(messages, add_generation_prompt=False)
-        text = chat.prompt(messages)
-        # nothing but the end of the turn is missing; some templates trim white space before it
-        assert "".join(whole.split()) == "".join(text.split()) + KINDS[kind][1]
-        answered = Example("1+1?", "2", messages=messages)
-        pair = encode_pairs(tokenizer, [answered], 999)
-        assert pair.prompt_ids[0].tolist() == tokenizer.encode(text, special=True)
-        assert pair.completion_ids[0, 0].tolist() == [*tokenizer.encode("2"), tokenizer.turn_end]
-    told = with_context(tokenizer, Example("", messages=ask("1+1?", "So"), fields={"x": "y"}), "x")
-    assert [*told.messages] == ask("1+1?\n\ny", "So")
-    # what follows is the tool's result
-    refused(chat.prompt, [*ask("a"), {**ask("", "b")[1], "tool_calls": [{"function": {}}]}])
+    messages = ask("1+1?", begun)
+    text = chat.prompt(messages)
+    whole = chat.render(messages, add_generation_prompt=False)
+    # nothing but the end of the turn is missing; some templates trim white space before it
+    assert "".join(whole.split()) == "".join(text.split()) + KINDS[kind][1]
+    pair = encode_pairs(tokenizer, [Example("1+1?", "2", messages=messages)], 999)
+    assert pair.prompt_ids[0].tolist() == tokenizer.encode(text, special=True)
+    assert pair.completion_ids[0, 0].tolist() == [*tokenizer.encode("2"), tokenizer.turn_end]
+
+
+def test_what_stands_at_a_beginning(tmp_path: Path) -> None:
+    tokenizer, chat = load(tmp_path, "qwen3")
+    asked = Example("", messages=ask("1+1?", "So"), fields={"x": "y"})
+    assert [*with_context(tokenizer, asked, "x").messages] == ask("1+1?\n\ny", "So")
+    call = {"role": "assistant", "content": "b", "tool_calls": [{"function": {}}]}
+    refused(chat.prompt, [*ask("a"), call])  # what follows is the tool's result
     changes = Chat("{% for m in messages %}{{ m.content.replace('o', '') }}{% endfor %}")
     refused(changes.prompt, ask("1+1?", "So"))
 
@@ -140,7 +127,7 @@ def test_the_beginning_of_an_answer_is_continued(tmp_path: Path, kind: str) -> N
 @pytest.mark.peer
 @pytest.mark.parametrize("kind", [*KINDS, *PUBLISHED])
 def test_beginnings_are_continued_as_by_transformers(tmp_path: Path, kind: str) -> None:
-    import transformers
+    from transformers import PreTrainedTokenizerFast
 
     if kind in PUBLISHED:
         template = tiny.published_template(kind)
@@ -148,54 +135,62 @@ def test_beginnings_are_continued_as_by_transformers(tmp_path: Path, kind: str) 
     else:
         load(tmp_path, kind)
     chat = load_tokenizer(str(tmp_path)).chat
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for begun in ("So", " Let me think.\n<think>\n\n", "a  \n"):
-        for messages in (ask("1+1?", begun), ask("a", "b", "c", begun, system="Short.")):
-            expected = theirs.apply_chat_template(
-                messages, continue_final_message=True, tokenize=False
-            )
-            if kind == "llama3.2":  # the date is fixed
-                expected = re.sub("(?<=Today: ).*", "26 Jul 2024", expected)
-            assert chat.prompt(messages) == expected
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for begun in BEGINNINGS[:2]:
+        messages = ask("a", "b", "c", begun, system="Short.")
+        expected = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+        if kind == "llama3.2":  # the date is fixed
+            expected = re.sub("(?<=Today: ).*", "26 Jul 2024", expected)
+        assert chat.prompt(messages) == expected
 
 
+NO_THOUGHT = "<think>\n\n</think>\n\n"
 THINKS = (
     tiny.QWEN_TEMPLATE
     + """{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
     {{- '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}"""
 )
+ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
 
 
-def test_variables_reach_the_template_and_those_of_a_row_count_above(tmp_path: Path) -> None:
-    folder = str(tiny.tiny_tokenizer_folder(tmp_path, template=THINKS))
-    none = "<think>\n\n</think>\n\n"
-    for args, own, ends in [
+@pytest.mark.parametrize(
+    ("args", "own", "is_off"),
+    [
         ({}, {}, False),
-        ({"enable_thinking": False}, {}, True),
-        ({"enable_thinking": False}, {"enable_thinking": True}, False),
-        ({}, {"enable_thinking": False}, True),
+        (OFF, {}, True),
+        (OFF, ON, False),
+        ({}, OFF, True),
         ({"messages": []}, {"add_generation_prompt": False}, False),  # what it always gets
-    ]:
-        tokenizer = load_tokenizer(folder, chat_args=args)
-        example = Example("", messages=ask("a"), fields={"chat_template_kwargs": own})
-        text = tokenizer.text_of(encode_prompt(tokenizer, example))
-        assert text.endswith("assistant\n" + none * ends) and "a<|im_end|>" in text
-        assert tokenizer.chat and tokenizer.chat.between(ask("b"), own).endswith(none) == ends
-        assert tokenizer.chat.variables == {"enable_thinking"}
+    ],
+)
+def test_variables_reach_the_template_and_those_of_a_row_count_above(
+    tmp_path: Path, args: dict[str, Any], own: dict[str, Any], is_off: bool
+) -> None:
+    folder = str(tiny.tiny_tokenizer_folder(tmp_path, template=THINKS))
+    tokenizer = load_tokenizer(folder, chat_args=args)
+    example = Example("", messages=ask("a"), fields={"chat_template_kwargs": own})
+    text = tokenizer.text_of(encode_prompt(tokenizer, example))
+    assert text.endswith("a<|im_end|>\n<|im_start|>assistant\n" + NO_THOUGHT * is_off)
+    assert tokenizer.chat
+    assert tokenizer.chat.between(ask("b"), own).endswith(NO_THOUGHT) == is_off
+    assert tokenizer.chat.variables == {"enable_thinking"}
+
+
+def test_variables_that_nothing_can_read_are_refused(tmp_path: Path) -> None:
+    tokenizer, _ = load(tmp_path, "qwen3")
     wrong = Example("", messages=ask("a"), fields={"chat_template_kwargs": "false"}, place="line 3")
-    assert "line 3" in refused(encode_prompts, tokenizer, [wrong], 999)
-    # nothing would read them
-    refused(load_tokenizer, "chess", chat_args={"enable_thinking": False})
+    assert "line 3" in refused(prompt_within, tokenizer, wrong, 999)
+    refused(load_tokenizer, "chess", chat_args=OFF)
 
 
 def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:
-    folder = tiny.tiny_tokenizer_folder(tmp_path)
-    plain, told = load_tokenizer(str(folder)), load_tokenizer(str(folder), system="Be\nshort.")
+    folder = str(tiny.tiny_tokenizer_folder(tmp_path))
+    plain = load_tokenizer(folder)
+    told = load_tokenizer(folder, system="Be\nshort.")
     expected = encode_prompt(plain, Example("", messages=ask("a", system="Be\nshort.")))
-    # a plain prompt becomes a user's message
-    for example in (Example("a"), Example("", messages=ask("a"))):
-        assert encode_prompt(told, example) == expected
+    assert encode_prompt(told, Example("", messages=ask("a"))) == expected
+    assert encode_prompt(told, Example("a")) == expected  # a plain prompt becomes a user's message
     own = Example("", messages=ask("a", system="Mine."))
     assert encode_prompt(told, own) == encode_prompt(plain, own)
     assert encode_prompt(plain, Example("a")) == plain.encode("a")
@@ -216,10 +211,9 @@ USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     ],
 )
 def test_a_template_without_the_question_or_the_instructions_is_refused(template: str) -> None:
-    refused(lambda: Chat(template).prompt(ask("1+1?", system="Short.")))
-    if template == USERS:
-        assert Chat(template).prompt(ask("1+1?")) == "1+1?"
-        refused(lambda: Chat(template, system="Short.").prompt(ask("1+1?")))
+    refused(Chat(template).prompt, ask("1+1?", system="Short."))
+    assert Chat(USERS).prompt(ask("1+1?")) == "1+1?"  # without instructions
+    refused(Chat(USERS, system="Short.").prompt, ask("1+1?"))
 
 
 @pytest.mark.parametrize(
@@ -263,19 +257,18 @@ def test_a_template_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_template_of_the_users_counts_before_those_of_the_folder(tmp_path: Path) -> None:
-    def rendered(own: Path | None = None, name: Path | str = tmp_path) -> str | None:
-        chat = load_tokenizer(str(name), str(own or "")).chat
-        return chat.render(ask("a")) if chat else None
+    def rendered(name: Path | str = tmp_path, own: Path | str = "") -> str | None:
+        chat = load_tokenizer(str(name), str(own)).chat
+        return chat and chat.render(ask("a"))
 
     tiny.tiny_tokenizer_folder(tmp_path, template=None)
     assert rendered() is None
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    tiny.tiny_tokenizer_folder(tmp_path, chat_template=named)
+    tiny.tiny_tokenizer_folder(tmp_path, chat_template=named, eos_token={"content": "<|im_end|>"})
     assert rendered() == "plain"
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ bos_token }}")
-    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert rendered() == "<|im_end|><|im_start|>"
+    assert rendered() == "<|im_end|><|endoftext|>"
     own = tmp_path / "own.jinja"
     own.write_text("own{{ eos_token }}", encoding="utf-8-sig")
-    assert rendered(own) == "own<|im_end|>" and rendered(own, "chess") == "own<|endoftext|>"
+    assert rendered(own=own) == "own<|im_end|>"
+    assert rendered("chess", own) == "own<|endoftext|>"

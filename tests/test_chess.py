@@ -8,15 +8,12 @@ import chess
 import pytest
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.task import Task
-from minigrpo.tasks.base import load_task
-from minigrpo.tasks.chess_env import ChessEnv
-from minigrpo.tasks.self_play import PICK_BIAS, SelfPlay, position_is_held_out
+from minigrpo.tasks.chess_env import PICK_BIAS, ChessEnv, SelfPlay, position_is_held_out
+from minigrpo.tasks.loading import load_task
 from minigrpo.types import Example
 
-from .tiny import GOLDEN
+from .tiny import GOLDEN, ROOT
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 START = chess.STARTING_FEN
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq"
 
@@ -26,86 +23,76 @@ def parts_of(example: Example) -> tuple[str, str]:
     return fen, move
 
 
-def everything(task: Task) -> tuple[list[Example], list[Example]]:
-    assert task.questions is not None and task.num_held_out
-    number = len(task.source._train)  # type: ignore[attr-defined]
-    held_out = [task.held_out(i) for i in range(task.num_held_out)]
-    return [task.train(i) for i in range(number)], held_out
-
-
 def test_examples_are_true_legal_and_in_their_split() -> None:
     env = ChessEnv(1)
     train = [env.train(i) for i in range(300)]
-    held_out = [env.held_out(i) for i in range(40)]
     kinds = Counter(example.kind for example in train)
     assert set(kinds) == {*PICK_BIAS, "quiet", "capture", "illegal"}
     assert 0.02 < kinds["illegal"] / len(train) < 0.09
     for example in train:
         fen, move = parts_of(example)
-        assert is_valid_fen(fen) and not position_is_held_out(fen)
+        assert is_valid_fen(fen)
+        assert not position_is_held_out(fen)
         assert chess.Board(fen).is_legal(chess.Move.from_uci(move)) == (example.kind != "illegal")
         assert (example.answer, example.kind) == transition(fen, move)
         assert set(env.score(example, example.answer).values()) == {1.0}
-    assert all(position_is_held_out(parts_of(example)[0]) for example in held_out)
+    for number in range(40):
+        assert position_is_held_out(parts_of(env.held_out(number))[0])
     later = START.replace("0 1", "7 31")  # clocks do not matter
     assert position_is_held_out(START) == position_is_held_out(later)
 
 
 QUIET = Example(f"A: {START}+e2e4+", f"{AFTER_E4} e3 0 1+0.001+0+0")
-
-
-SCORES = [  # text, exact FEN, valid, well-formed, reward, flags
-    (QUIET.answer, 1, 1, 1, 1, 1),
-    (f"{AFTER_E4} e3 0 1+0.001+1+0", 1, 1, 1, 1, 0.5),
-    (f"{AFTER_E4} e3 0 1+0.5+1+1", 1, 1, 1, 0, 0),
-    (f"{AFTER_E4} e3 0 1", 1, 1, 0, 0, 0),
-    (f"{AFTER_E4} - 0 1+-1.0+0+0", 0, 1, 1, 0, 1),
-    (f"{AFTER_E4} e3 0 1+0.001+0+0+0", 1, 1, 0, 0, 0),
-    (f"{AFTER_E4} e4 0 1+0.001+0+0\n", 0, 0, 0, 0, 0),
-    (QUIET.answer + "0" * 200, 1, 1, 0, 0, 0),
-    ("", 0, 0, 0, 0, 0),
+NAMES = ("exact_fen", "valid", "format", "reward_value", "flags")
+SCORES = [
+    (QUIET.answer, (1, 1, 1, 1, 1)),
+    (f"{AFTER_E4} e3 0 1+0.001+1+0", (1, 1, 1, 1, 0.5)),
+    (f"{AFTER_E4} e3 0 1+0.5+1+1", (1, 1, 1, 0, 0)),
+    (f"{AFTER_E4} e3 0 1", (1, 1, 0, 0, 0)),
+    (f"{AFTER_E4} - 0 1+-1.0+0+0", (0, 1, 1, 0, 1)),
+    (f"{AFTER_E4} e3 0 1+0.001+0+0+0", (1, 1, 0, 0, 0)),
+    (f"{AFTER_E4} e4 0 1+0.001+0+0\n", (0, 0, 0, 0, 0)),
+    (QUIET.answer + "0" * 200, (1, 1, 0, 0, 0)),
+    ("", (0, 0, 0, 0, 0)),
 ]
 
 
-def test_parts_of_a_successor() -> None:
-    names = ("exact_fen", "valid", "format", "reward_value", "flags")
-    for text, *values in SCORES:
-        parts = dict(ChessEnv(0).score(QUIET, str(text)))
-        assert (parts.pop("similarity") == 1) == values[0]
-        assert parts == dict(zip(names, values, strict=True)), text
+@pytest.mark.parametrize(("text", "expected"), SCORES)
+def test_a_successor_is_scored_by_its_parts(text: str, expected: tuple[float, ...]) -> None:
+    scores = dict(ChessEnv(0).score(QUIET, text))
+    is_exact = scores.pop("similarity") == 1
+    assert is_exact == expected[0]
+    assert scores == dict(zip(NAMES, expected, strict=True))
 
 
-@pytest.fixture
-def games(tmp_path: Path) -> Path:
-    """Four good games, and four that are none."""
-    path = tmp_path / "games.pgn.gz"
-    path.write_bytes(gzip.compress((GOLDEN / "games.pgn").read_bytes()))
-    return path
+GOOD_GAMES = [  # where they begin, and their moves
+    (START, "e4 e5 Nf3 Nc6 Bc4 Nf6 Ng5 d5 exd5 Na5 O-O Bd6 Qh5 O-O Qxf7+ Rxf7 d4 e4 f4 exf3"),
+    (START, "f3 e5 g4 Qh4#"),
+    ("4k3/P6p/8/8/8/8/8/4K3 w - - 3 40", "a8=Q+ Kd7 Qb7+ Ke6"),
+    (START, "e4 e5 Nf3"),
+]
 
 
-def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(games: Path) -> None:
-    task = ChessEnv(0, [games])
-    train, held_out = everything(task)
+def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(tmp_path: Path) -> None:
+    """The file has four good games, and four that are none."""
+    games = tmp_path / "games.pgn.gz"
+    games.write_bytes(gzip.compress((GOLDEN / "games.pgn").read_bytes()))
     plies = Counter()
-    for line in (
-        "e4 e5 Nf3 Nc6 Bc4 Nf6 Ng5 d5 exd5 Na5 O-O Bd6 Qh5 O-O Qxf7+ Rxf7 d4 e4 f4 exf3",
-        "f3 e5 g4 Qh4#",
-        "4k3/P6p/8/8/8/8/8/4K3 w - - 3 40|a8=Q+ Kd7 Qb7+ Ke6",
-        "e4 e5 Nf3",
-    ):
-        fen, _, moves = line.rpartition("|")
-        board = chess.Board(fen or START)
+    for fen, moves in GOOD_GAMES:
+        board = chess.Board(fen)
         for san in moves.split():
             before = board.fen(en_passant="fen")
             plies[before, board.push_san(san).uci()] += 1
-    trained = {ply: n for ply, n in plies.items() if not position_is_held_out(ply[0])}
-    assert Counter(map(parts_of, train)) == trained  # as often as it was played
-    asked = [parts_of(x)[0] for x in held_out]
-    assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - trained})  # once
+    played = {ply: n for ply, n in plies.items() if not position_is_held_out(ply[0])}
+    task = ChessEnv(0, [games])
+    train = [task.train(i) for i in range(len(task.source._train))]  # type: ignore[attr-defined]
+    held_out = [task.held_out(i) for i in range(task.num_held_out or 0)]
+    assert Counter(map(parts_of, train)) == played  # as often as it was played
+    asked = [parts_of(example)[0] for example in held_out]
+    assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - played})  # once
     for example in [*train, *held_out]:
         assert (example.answer, example.kind) == transition(*parts_of(example))
     assert len(task.source.skipped) == 4  # type: ignore[attr-defined]
-    assert max(map(len, task.questions or ())) == len({fen for fen, _ in trained})
 
 
 def advised(fen: str, evaluations: str) -> str:
@@ -114,22 +101,24 @@ def advised(fen: str, evaluations: str) -> str:
     return f"P: {fen} M: {' '.join(moves)} E: {evaluations} B: {moves[0]}"
 
 
+BEST_SCORES = {
+    " M: g1f3 e2e4 d2d4 E: 20 0.4 0.3 B: e2e4": (1, 1, 1, 1, 1),  # in any order
+    " M: e2e4 e2e4 e2e4 e2e4 E: 0.4 0.4 0.4 0.4 B: e2e4": (1, 1 / 4, 1 / 4, 2 / 5, 1),
+    " M: e2e4 d2d4 a1a8 E: 1.4 B: e2e5": (0, 2 / 3, 1 / 6, 2 / 4, 0),
+    "M: ١e4 \ud800": (0, 0, 0, 0, 0),
+}
+
+
 def test_best_move_reads_its_lines_and_scores_each_part(tmp_path: Path) -> None:
     path = tmp_path / "advised.txt"
-    play = SelfPlay(0)
-    fens = {parts_of(play.train(number))[0] for number in range(40)}
-    fens = {fen for fen in fens if chess.Board(fen).legal_moves.count() > 1}
-    path.write_text("".join(advised(fen, "0.26 0.25") + "\n" for fen in sorted(fens)))
-    task = load_task(str(EXAMPLES / "best_move.py"), seed=0, data=str(path))
-    assert task.num_held_out and task.source.num_train + task.num_held_out == len(fens) > 20
+    fens = {parts_of(example)[0] for example in map(SelfPlay(0).train, range(40))}
+    lines = [advised(fen, "0.26 0.25") for fen in sorted(fens)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    task = load_task(str(ROOT / "examples" / "best_move.py"), seed=0, data=str(path))
+    assert task.source.num_train + task.num_held_out == len(fens)
     for example in (task.train(0), task.held_out(0)):
         assert set(task.score(example, example.answer).values()) == {1.0}
-        assert f"{example.prompt}{example.answer}" in path.read_text().splitlines()
+        assert f"{example.prompt}{example.answer}" in lines
     best = Example(f"P: {START}", " M: e2e4 d2d4 g1f3 E: 0.4 0.3 999.98 B: e2e4")
-    for text, expected in {
-        " M: g1f3 e2e4 d2d4 E: 20 0.4 0.3 B: e2e4": (1, 1, 1, 1, 1),  # in any order
-        " M: e2e4 e2e4 e2e4 e2e4 E: 0.4 0.4 0.4 0.4 B: e2e4": (1, 1 / 4, 1 / 4, 2 / 5, 1),
-        " M: e2e4 d2d4 a1a8 E: 1.4 B: e2e5": (0, 2 / 3, 1 / 6, 2 / 4, 0),
-        "M: ١e4 \ud800": (0, 0, 0, 0, 0),
-    }.items():
+    for text, expected in BEST_SCORES.items():
         assert tuple(task.score(best, text).values()) == pytest.approx(expected), text

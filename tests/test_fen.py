@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.tasks.self_play import SelfPlay
+from minigrpo.tasks.chess_env import SelfPlay
 
 START = chess.STARTING_FEN
 ALPHABET = "KQRBNPkqrbnp12345678/ -wabcdefgh0+9_~\u0663\u00a0\t"
@@ -33,39 +33,39 @@ def contract(text: str) -> bool:
         board = chess.Board(text)
     except ValueError:
         return False
-    short = all(len(clock) <= 4 for clock in text.split(" ")[4:])
-    return board.status() == chess.STATUS_VALID and short and board.fen(en_passant="fen") == text
-
-
-@pytest.fixture(scope="module")
-def fens() -> list[str]:
-    positions = SelfPlay(0)
-    return [positions.train(i).answer.split("+")[0] for i in range(256)]
+    has_short_clocks = all(len(clock) <= 4 for clock in text.split(" ")[4:])
+    is_canonical = board.fen(en_passant="fen") == text
+    return board.status() == chess.STATUS_VALID and has_short_clocks and is_canonical
 
 
 def edited(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
     """One to three characters replaced, inserted, removed or swapped."""
     text = list(fen)
     for _ in range(rng.integers(1, 4)):
-        place, kind = rng.integers(len(text)), rng.integers(4)
-        if kind == 3:
-            other = rng.integers(len(text))
-            text[place], text[other] = text[other], text[place]
-        else:
-            new = [ALPHABET[rng.integers(len(ALPHABET))]] if kind < 2 else []
-            text[place : place + (kind != 1)] = new
+        place, other = rng.integers(len(text), size=2)
+        new = ALPHABET[rng.integers(len(ALPHABET))]
+        match rng.integers(4):
+            case 0:
+                text[place] = new
+            case 1:
+                text.insert(place, new)
+            case 2:
+                del text[place]
+            case _:
+                text[place], text[other] = text[other], text[place]
     return "".join(text)
 
 
 def spliced(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
     """One or two fields replaced by those of other positions, or by malformed ones."""
+    choices = (fens, ["w", "b", "", "W"], CASTLING, PASSANT, CLOCKS, CLOCKS)
     fields = fen.split(" ")
-    for _ in range(rng.integers(1, 3)):
-        place = int(rng.integers(6))
-        choices = (fens, ["w", "b", "", "W"], CASTLING, PASSANT, CLOCKS, CLOCKS)[place]
-        value = choices[rng.integers(len(choices))]
+    for place in rng.integers(6, size=rng.integers(1, 3)):
+        value = choices[place][rng.integers(len(choices[place]))]
         fields[place] = value.split(" ")[0] if place == 0 else value
-    return " ".join(fields[: rng.integers(1, 7)] if rng.random() < 0.05 else fields)
+    if rng.random() < 0.05:
+        fields = fields[: rng.integers(1, 6)]
+    return " ".join(fields)
 
 
 def moved(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
@@ -78,29 +78,39 @@ def moved(rng: np.random.Generator, fen: str, fens: list[str]) -> str:
     return " ".join([board.board_fen(), *fen.split(" ")[1:]])
 
 
+BOARDS = [
+    "r3k2r/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/R3K2R",
+    "4k3/8/8/8/8/8/8/4K3",
+    "1r2k1r1/8/8/3pPp2/2PpP3/8/8/1R2K1R1",
+]
+LONG = ["8/" * 5000, "9" * 10**6, " " * 10**6, "K" * 101, START + " " * 10**6]
+
+
 def texts(number: int, fens: list[str]) -> Iterator[str]:
-    boards = [
-        "r3k2r/pppp1ppp/8/4p3/4P3/8/PPPP1PPP/R3K2R",
-        "4k3/8/8/8/8/8/8/4K3",
-        "1r2k1r1/8/8/3pPp2/2PpP3/8/8/1R2K1R1",
-    ]
-    for board, side, castling, passant in itertools.product(boards, "wb", CASTLING, PASSANT):
+    for board, side, castling, passant in itertools.product(BOARDS, "wb", CASTLING, PASSANT):
         yield f"{board} {side} {castling} {passant} 0 1"
-    yield from ("8/" * 5000, "9" * 10**6, " " * 10**6, "K" * 101, fens[0] + " " * 10**6, HOLE)
+    yield from LONG
     rng = np.random.default_rng(0)
     for i in range(number):
-        yield (edited, spliced, moved)[i % 3](rng, fens[rng.integers(len(fens))], fens)
+        change = (edited, spliced, moved)[i % 3]
+        yield change(rng, fens[rng.integers(len(fens))], fens)
 
 
-def test_is_valid_fen_is_its_contract(fens: list[str]) -> None:
+def test_is_valid_fen_is_its_contract() -> None:
+    positions = SelfPlay(0)
+    fens = [positions.train(i).answer.split("+")[0] for i in range(256)]
     verdicts = Counter()
     for text in texts(20_000 if settings().max_examples <= 100 else 1_000_000, fens):
         expected = contract(text)
         assert is_valid_fen(text) == expected, text[:200]
         verdicts[expected] += 1
     assert min(verdicts.values()) > 5_000
-    assert chess.Board(HOLE).is_valid() and not is_valid_fen(HOLE)
+
+
+def test_only_texts_are_fens_and_a_castling_right_needs_its_rook() -> None:
     assert not any(map(is_valid_fen, (None, 3, b"", START.encode(), [START])))
+    assert chess.Board(HOLE).is_valid()
+    assert not is_valid_fen(HOLE)
 
 
 MOVES = [
@@ -116,10 +126,12 @@ MOVES = [
     ("3k4/P7/8/8/8/8/8/4K3 w - - 0 2", "a7a8q", "Q2k4/8/8/8/8/8/8/4K3 b - - 0 2", "check"),
     ("8/P1k5/8/8/8/8/8/4K3 w - - 0 2", "a7a8r", "R7/2k5/8/8/8/8/8/4K3 b - - 0 2", "promotion"),
 ]
+ENDINGS = {"illegal": "0.0+0+1", "checkmate": "1.0+1+0", "draw": "0.5+1+0"}
 
 
-def test_a_move_leads_to_a_position_and_has_a_kind() -> None:
-    endings = {"illegal": "0.0+0+1", "checkmate": "1.0+1+0", "draw": "0.5+1+0"}
-    for fen, move, answer, kind in MOVES:
-        expected = f"{answer}+{endings.get(kind, '0.001+0+0')}"
-        assert transition(fen, move) == (expected, kind), (fen, move)
+@pytest.mark.parametrize(("fen", "move", "answer", "kind"), MOVES)
+def test_a_move_leads_to_a_position_and_has_a_kind(
+    fen: str, move: str, answer: str, kind: str
+) -> None:
+    ending = ENDINGS.get(kind, "0.001+0+0")
+    assert transition(fen, move) == (f"{answer}+{ending}", kind)

@@ -21,11 +21,11 @@ from tiktoken import registry
 from tiktoken._educational import bpe_train
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from minigrpo.model.gpt2_vocabulary import END_OF_TEXT
-from minigrpo.model.tokenizer import Tokenizer, load_tokenizer
+from minigrpo.text.gpt2_vocabulary import END_OF_TEXT
+from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
 
 from . import tiny
-from .tiny import ask, refused
+from .tiny import refused
 
 SPECIAL = {END_OF_TEXT: 400, "<|second|>": 401}
 PIECES = [
@@ -59,30 +59,40 @@ def test_a_text_has_the_ids_of_tiktoken(text: str) -> None:
     assert small_tokenizer().decode(ids) == text
 
 
-def test_it_has_all_that_a_tokenizer_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+
+
+@pytest.mark.usefixtures("small")
+def test_it_has_all_that_a_tokenizer_has() -> None:
     tokenizer = load_tokenizer("gpt2")
-    assert tokenizer.eot == tokenizer.turn_end == 400 and tokenizer.stops == {400}
-    assert tokenizer.special == SPECIAL and not tokenizer.prefix and tokenizer.chat is None
-    assert not {400, 401} & {*tokenizer.encode("".join(SPECIAL))}
-    assert tokenizer.encode("".join(SPECIAL), special=True) == [400, 401]
+    assert tokenizer.eot == tokenizer.turn_end == 400
+    assert tokenizer.stops == {400}
+    assert tokenizer.special == SPECIAL
+    assert not tokenizer.prefix
+    special = "".join(SPECIAL)
+    assert tokenizer.encode(special, special=True) == [400, 401]
+    assert not {400, 401} & {*tokenizer.encode(special)}
     assert tokenizer.decode([*tokenizer.encode("a"), 401, 400]) == "a<|second|>"
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    chat = load_tokenizer("gpt2", str(template), system="Be short.").chat
-    assert chat and chat.prompt(ask("12?")).count(END_OF_TEXT) == 2
-    # and what is saved is a tokenizer's folder
-    for number, chat_template in enumerate((None, str(template))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tokenizer = load_tokenizer("gpt2", chat_template)
-        tokenizer.save(folder)
-        again = load_tokenizer(str(folder))
-        assert again.fingerprint == tokenizer.fingerprint and again.source == folder
-        assert (again.eot, again.stops, again.special) == (400, {400}, SPECIAL)
-        assert (again.chat and again.chat.source) == (chat_template and template.read_text())
-        text = "".join(PIECES)
-        assert again.encode(text) == tokenizer.encode(text)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}{{ eos_token }}"])
+def test_what_is_saved_is_a_tokenizers_folder(tmp_path: Path, template: str | None) -> None:
+    own = tmp_path / "template.jinja"
+    own.write_text(template or "")
+    tokenizer = load_tokenizer("gpt2", str(own) if template else None)
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.source == tmp_path
+    assert again.eot == 400
+    assert again.stops == {400}
+    assert again.special == SPECIAL
+    assert (again.chat and again.chat.source) == template
+    text = "".join(PIECES)
+    assert again.encode(text) == tokenizer.encode(text)
 
 
 def test_without_a_network_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

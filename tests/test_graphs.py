@@ -10,16 +10,16 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minigrpo.config import SamplingConfig
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime.graphs import RoundGraphs, capturing, next_size
-from minigrpo.sampling.decoder import Decoder, Room
+from minigrpo.sampling.decoder import Capacity, Decoder
+from minigrpo.sampling.graphs import RoundGraphs, next_size
+from minigrpo.sampling.pick import Distribution
 from minigrpo.types import Completions
 
 from .steps import SHAPES, VOCAB, make_completions
 from .test_decoding import prompts as prompts
-from .test_decoding import sample
+from .test_decoding import started
 from .test_sampling import completed, generate, make_sampler
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
@@ -71,31 +71,31 @@ def recorded() -> tuple[RoundGraphs, Counter[str]]:
     return RoundGraphs(capture), done
 
 
-def drafted(window: int) -> dict[str, Any]:
-    drafts = torch.arange(120).reshape(6, 20) % VOCAB
-    return {"drafts": drafts, "num_speculative_tokens": window - 1}
+DRAFTS = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB, "num_speculative_tokens": 4}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"sampling": SamplingConfig(top_k=5, min_p=0.01)}, {"prompts_at_once": 2}, {"lora": 2}],
+    "options",
+    [{}, {"distribution": Distribution(top_k=5, min_p=0.01)}, {"prompts_at_once": 2}, {"lora": 2}],
     ids=["plain", "truncated", "entering", "lora"],
 )
 def test_rounds_that_are_run_again_pick_the_same_tokens(
-    prompts: Completions, shape: str, window: int, more: dict[str, Any]
+    prompts: Completions, shape: str, drafts: dict[str, Any], options: dict[str, Any]
 ) -> None:
     model = Transformer(SHAPES[shape], seed=2)
-    more = more | (drafted(window) if window > 1 else {})
-    if more.pop("lora", 0):
-        add_adapters(model, 2)
-    work, plain_work = Counter(), Counter()
+    more = {**drafts, **options}
+    add_adapters(model, more.pop("lora", 0))
     graphs, done = recorded()
-    plain = sample(model, prompts, work=plain_work, **more)
-    found = sample(model, prompts, work=work, graphs=graphs, **more)
-    assert done["replayed"] > 0 and work == plain_work
-    assert work["rounds"] == len(graphs.begun) + done["captured"] + done["replayed"]
+    without = started(model, prompts, **more)
+    with_graphs = started(model, prompts, graphs=graphs, **more)
+    plain = without.run()
+    found = with_graphs.run()
+    assert done["replayed"] > 0
+    assert with_graphs.rounds == without.rounds
+    assert with_graphs.tokens == without.tokens
+    assert with_graphs.rounds == len(graphs.begun) + done["captured"] + done["replayed"]
     assert torch.equal(found.completion_ids, plain.completion_ids)
     assert torch.equal(found.completion_mask, plain.completion_mask)
     assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
@@ -104,7 +104,7 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
 @torch.no_grad()
 def test_a_prefill_and_a_round_read_nothing_on_the_host(prompts: Completions) -> None:
     model = Transformer(SHAPES["grouped-query"], seed=1)
-    decoder = Decoder(model, Room(6, prompts.prompt_ids.shape[1], 6, 1, columns=4))
+    decoder = Decoder(model, Capacity(6, prompts.prompt_ids.shape[1], 6, 1, columns=4))
     with Tape():
         logits = decoder.prefill(prompts.prompt_ids, prompts.prompt_len)
         columns = decoder.use_columns(1)
@@ -114,16 +114,8 @@ def test_a_prefill_and_a_round_read_nothing_on_the_host(prompts: Completions) ->
 def test_sizes_are_few_and_hold_what_they_are_for() -> None:
     sizes = [next_size(n) for n in range(1, 1001)]
     assert all(n <= size <= 1.5 * n for n, size in enumerate(sizes, 1))
-    assert len({*sizes}) == 20 and next_size(0) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("more", [{}, drafted(5)], ids=["plain", "drafts"])
-def test_a_cuda_graph_picks_the_same_tokens(prompts: Completions, more: dict[str, Any]) -> None:
-    model = Transformer(SHAPES["grouped-query"], seed=1).to("cuda")
-    plain = sample(model, prompts, **more)
-    found = sample(model, prompts, graphs=RoundGraphs(capturing()), **more)
-    assert torch.equal(found.completion_ids, plain.completion_ids)
+    assert len({*sizes}) == 20
+    assert next_size(0) == 0
 
 
 def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
@@ -134,9 +126,20 @@ def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
 
 def test_what_fills_a_round_up_does_not_lengthen_the_completions() -> None:
     """It runs in every round of a long queue, further than any completion."""
-    model, c = Transformer(SHAPES["gpt2"], seed=1), make_completions(0, prompts=30)
-    more = {"stops": range(VOCAB // 3), "num_samples": 5, "prompts_at_once": 2}
-    more |= {"max_new_tokens": 30, "u": torch.rand(30, 5, 30, generator=torch.manual_seed(0))}
-    plain = generate(model, c.prompt_ids, c.prompt_len, **more)
-    found = generate(model, c.prompt_ids, c.prompt_len, graphs=recorded()[0], **more)
+    prompts = make_completions(0, prompts=30)
+    graphs, _ = recorded()
+    plain, found = (
+        generate(
+            Transformer(SHAPES["gpt2"], seed=1),
+            prompts.prompt_ids,
+            prompts.prompt_len,
+            stops=range(VOCAB // 3),
+            num_samples=5,
+            prompts_at_once=2,
+            max_new_tokens=30,
+            uniforms=torch.rand(30, 5, 30, generator=torch.manual_seed(0)),
+            graphs=how,
+        )
+        for how in (None, graphs)
+    )
     assert torch.equal(found.completion_ids, plain.completion_ids)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from minigrpo.runtime.distributed import DistContext
-from minigrpo.runtime.guard import (
+from minigrpo.guard import (
     BAD_STEPS_TO_HALVE,
     BAD_STEPS_TO_STOP,
     SCALE_FLOOR,
@@ -23,9 +22,10 @@ from minigrpo.runtime.guard import (
     is_out_of_memory,
     largest_weight,
 )
-from minigrpo.runtime.prefetch import MOST_STEPS, ExamplePrefetcher
+from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.signals import SAME_REQUEST, StopRequest
 from minigrpo.task import Task
+from minigrpo.tasks.base import MOST_STEPS, ExamplePrefetcher
 from minigrpo.types import Example
 
 from .tiny import refused

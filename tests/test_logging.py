@@ -4,7 +4,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -20,15 +20,17 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from minigrpo.config import Config
 from minigrpo.metrics import Graded
-from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.run import samples
+from minigrpo.run import logging
 from minigrpo.run.console import Console
 from minigrpo.run.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
 from minigrpo.run.run_dir import RunDir
 from minigrpo.runtime.distributed import DistContext
-from minigrpo.types import Completions, Example, RewardTable, RolloutBatch
+from minigrpo.text.encoding import to_completions
+from minigrpo.text.tokenizer import load_tokenizer
+from minigrpo.types import Completion, Example, RewardTable, RolloutBatch, Scores
 
-from .tiny import refused
+from .steps import group
+from .tiny import partly_known, refused
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
@@ -63,37 +65,41 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     log.write(HELD_OUT, 2, [{"truth": "4"}], mode="w")
     log.evaluation(2, {"exact": 0.75, "reward": float("nan")})
     log.write(HELD_OUT, 3, [{"truth": "4"}, {"truth": "5"}], mode="w")
-    before = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
     again = log_of(tmp_path, 2)
     first, second = again.evaluated
     assert first == {"step": 0, "n": 8.0, "exact": 0.5, "exact/a": 8.0}
-    assert np.isnan(second.pop("reward")) and second == {"step": 2, "exact": 0.75}
+    assert np.isnan(second.pop("reward"))
+    assert second == {"step": 2, "exact": 0.75}
     again.step(3, {"loss": 7.0})
     again.close()
-    assert (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2] == before[:2]
+    kept = before.splitlines(keepends=True)[:2]
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(kept))
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
     assert steps_of(tmp_path / "samples.jsonl") == [1, 1, 2, 2]
     assert steps_of(tmp_path / "held_out.jsonl") == []  # of a step that is made again
     assert events(tmp_path, "train/loss") == [1, 2, 3]
     assert events(tmp_path, "eval/exact") == [0, 2]
     log_of(tmp_path, 0).close()
-    assert all(not (tmp_path / f"{x}.jsonl").read_bytes() for x in ("metrics", "samples"))
+    assert steps_of(tmp_path / "metrics.jsonl") == []
     assert steps_of(tmp_path / "eval.jsonl") == [0]
 
 
-DAMAGED = (b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'"text"', b"\0\0", b'{"loss": 1}')
-
-
-@pytest.mark.parametrize("line", [*DAMAGED, b'{"step": "2"}', b'{"step": null}'])
+@pytest.mark.parametrize(
+    "line", [b"", b'{"step": 2, "lo', b"\xff\xfe", b"[2]", b'{"loss": 1}', b'{"step": "2"}']
+)
 def test_a_damaged_line_is_left_out_with_a_warning(tmp_path: Path, line: bytes) -> None:
     """Also if a run is writing the last line, or was killed while it did; that is no damage."""
     whole = [to_json({"step": step}).encode() for step in (1, 2, 3)]
-    path, said = tmp_path / "metrics.jsonl", []
+    path = tmp_path / "metrics.jsonl"
+    said = []
     path.write_bytes(b"".join(whole) + line)
-    assert len(read_jsonl(path, said.append)) == 3 and not said
+    assert len(read_jsonl(path, said.append)) == 3
+    assert not said
     path.write_bytes(b"".join((whole[0], line, b"\n", *whole[1:])))
     log = log_of(tmp_path, 3, said)
-    assert steps_of(path) == [1, 2, 3] and len(said) == bool(line)
+    assert steps_of(path) == [1, 2, 3]
+    assert len(said) == bool(line)
     log.step(4, {})
     with open(path, "ab") as file:  # as after an error of the disk, which took a part of a line
         file.write(line)
@@ -123,16 +129,16 @@ def test_records_are_strict_json(record: dict[str, Any]) -> None:
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """A disk that fills up: a write beyond this many bytes of a file fails, or takes a part."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_warned_of_and_training_goes_on(tmp_path: Path) -> None:
     said = list[str]()
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "tensorboard").write_text("a file in the way")
@@ -145,57 +151,71 @@ def test_a_full_disk_warns_once_of_each_log_and_training_goes_on(tmp_path: Path)
             log.evaluation(step, {"exact": 0.5})
             log.write(SAMPLES, step, [SAMPLE])
         assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
-        assert all(x.read_bytes()[-1:] in (b"", b"\n") for x in tmp_path.glob("*.jsonl"))
     for step in (9, 10):
         log.step(step, {"loss": 1.0})
     log.close()
-    assert len(said) == 3  # of TensorBoard twice, and of the files
+    assert len({*said}) == 3  # of TensorBoard twice, and of the files
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9, 10]
 
 
 def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("chess")
     rows = [[*tokenizer.encode("abc"), tokenizer.eot], tokenizer.encode("4")]
-    longest = max(map(len, rows))
-    ids = torch.tensor([[row + [0] * (longest - len(row)) for row in rows]])
-    mask = torch.arange(longest) < torch.tensor([[[len(row)] for row in rows]])
-    parts = {"exact": np.array([[0.0, 1.0]]), "other": np.full((1, 2), np.nan)}
+    total = np.array([[0.0, 1.0]])
+    no = total < 0
     batch = RolloutBatch(
-        [Example("2+2=", "4", index=7, kind="easy")],
-        Completions(torch.zeros(1, 5, dtype=torch.int64), torch.tensor([3]), ids, mask),
-        [["abc", "4"]],
-        RewardTable(np.array([[0.0, 1.0]]), parts),
+        examples=[Example("2+2=", "4", index=7, kind="easy")],
+        completions=to_completions([[1, 2, 3]], [rows]),
+        texts=[group("abc", "4")],
+        rewards=RewardTable(
+            total,
+            total > 0,
+            {"exact": Scores(total, ~no, failed=no), "other": Scores(total, no, failed=no)},
+        ),
         advantages=torch.tensor([[-1.0, 1.0]]),
     )
     log = log_of(tmp_path)
     for step in (9, 10):
-        samples.log_group(log, batch, step, tokenizer)
+        logging.log_group(log, batch, step, tokenizer)
     first, second = read_jsonl(tmp_path / "samples.jsonl")
-    assert (first["step"], first["index"], first["kind"], first["truth"]) == (10, 7, "easy", "4")
-    assert first["parts"] == {"exact": 0.0}
+    expected = {
+        "step": 10,
+        "index": 7,
+        "kind": "easy",
+        "truth": "4",
+        "parts": {"exact": 0.0},
+        "reward": None,
+    }
+    assert first.items() >= expected.items()
     assert "".join(first["tokens"][:-1]) == "abc"
-    assert second["tokens"] == ["4"] and second["advantage"] == second["reward"] == 1.0
-    samples.log_group(RunLog(pytest.fail), batch, 10, tokenizer)  # of another process
+    assert second["tokens"] == ["4"]
+    assert second["advantage"] == second["reward"] == 1.0
+    logging.log_group(RunLog(pytest.fail), batch, 10, tokenizer)  # of another process
 
 
-def graded(values: list[list[float]], texts: list[list[str]], failures: int = 0) -> Graded:
-    examples = [Example(f"{i}?", "a", i, fields={"level": i}) for i in range(len(values))]
-    table = RewardTable(
-        np.array(values), {"good": np.array(values)}, {"good": np.array(values) < failures}
-    )
+def graded(
+    answers: list[list[float | None]], texts: list[list[Completion]], failures: int = 0
+) -> Graded:
+    examples = [Example(f"{i}?", "a", i, fields={"level": i}) for i in range(len(answers))]
+    total = partly_known(answers)
+    scores = Scores(total.values, total.known, failed=total.known & (total.values < failures))
+    table = RewardTable(total.values, total.known, {"good": scores})
     return Graded(examples, texts, table, "exact")
 
 
 def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> None:
-    said, greedy = [], graded([[1.0], [np.nan]], [["a"], ["b"]])
-    drawn = graded([[1.0, 0.0], [np.nan, 3.0]], [["a", "b"]] * 2, failures=2)
-    samples.log_held_out(log_of(tmp_path, said=said), greedy, drawn, 4)
+    said = []
+    greedy = graded([[1.0], [None]], [group("a"), group("b")])
+    drawn = graded([[1.0, 0.0], [None, 3.0]], [group("a", "b")] * 2, failures=2)
+    logging.log_held_out(log_of(tmp_path, said=said), greedy, drawn, 4)
     first, second = read_jsonl(tmp_path / "held_out.jsonl")
     assert first["greedy"] == {"exact": 1.0, "good": 1.0, "reward": 1.0}
     assert first["sampled"] == {"exact": 0.5, "good": 0.5, "reward": 0.5}
-    assert second["sampled"]["good"] == 3.0 and "good" not in second["greedy"]
-    assert first["example"] == samples.digest(greedy.examples[0]) != second["example"]
-    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4 and len(said) == 1
+    assert second["sampled"]["good"] == 3.0
+    assert "good" not in second["greedy"]
+    assert first["example"] == logging.digest(greedy.examples[0]) != second["example"]
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4
+    assert len(said) == 1
 
 
 @pytest.fixture(params=["wandb", "trackio"])
@@ -218,9 +238,10 @@ def test_a_tracker_sees_what_tensorboard_does_over_a_resume(tmp_path: Path, trac
         log.step(step + 1, {"loss": 1.0})
         log.evaluation(step + 1, {"exact": 1.0})
         log.close()
-    began = [x.kwargs for x in tracker.init.call_args_list]
-    assert began[0]["name"] == began[1]["name"] != began[2]["name"]
-    assert began[0]["project"] == "minigrpo" and began[0]["config"]["group_size"] == 16
+    first, again, other = (x.kwargs for x in tracker.init.call_args_list)
+    assert first["name"] == again["name"] != other["name"]
+    assert first["project"] == "minigrpo"
+    assert first["config"]["group_size"] == 16
     logged = tracker.init().log.call_args_list
     assert logged[:2] == [call({"train/loss": 1.0}, step=1), call({"eval/exact": 1.0}, step=1)]
 
@@ -228,70 +249,83 @@ def test_a_tracker_sees_what_tensorboard_does_over_a_resume(tmp_path: Path, trac
 @pytest.mark.parametrize("steps", [0, 8])
 def test_a_tracker_that_fails_does_not_end_a_run(tmp_path: Path, tracker: Any, steps: int) -> None:
     """Also if it fails as it is closed."""
-    said, started = [], tracked(tmp_path, tracker)
+    said = []
+    started = tracked(tmp_path, tracker)
     log = log_of(tmp_path, said=said, tracker=started)
     (run,) = started.values()
     run.log.side_effect = run.finish.side_effect = ConnectionError("no network")
     for step in range(1, steps + 1):
         log.step(step, {"loss": 1.0})
     log.close()
-    assert len(said) == 1 and len(steps_of(tmp_path / "metrics.jsonl")) == steps
+    assert len(said) == 1
     assert events(tmp_path, "train/loss") == [*range(1, steps + 1)]
 
 
 def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker: Any) -> None:
     tracker.init.side_effect = ConnectionError("no login")
-    config = Config.of(track=tracker.module, out_dir=str(tmp_path / "run"))
-    folder, dist, console = tmp_path / "run", DistContext(), Console(quiet=True)
-    run_dir = RunDir(folder, config, dist, console, {}, None)
-    run_dir.open(pytest.fail)
-    refused(run_dir.open_log, {"step": 0})
-    RunDir(folder, config, dist, console, {}, None).open(pytest.fail)  # not locked
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    folder = tmp_path / "run"
+    config = Config.of(track=tracker.module, out_dir=str(folder))
+
+    def opened() -> RunDir:
+        console = Console(quiet=True)
+        run_dir = RunDir(folder, config, DistContext(), console, {}, None, {}, {})
+        run_dir.open(pytest.fail)
+        return run_dir
+
+    refused(opened().open_log, {"step": 0})
+    opened()  # the folder is not locked
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
-class Screen(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("screen", "quiet", "seconds", "is_shown"),
-    [
-        (Screen, False, 2, True),
-        (Screen, False, 0, False),
-        (Screen, True, 2, False),
-        (StringIO, False, 2, False),  # a pipe
-    ],
-)
-def test_long_work_shows_a_bar_on_a_terminal_alone(
-    screen: type[StringIO],
-    quiet: bool,
-    seconds: int,
-    is_shown: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture(params=[True, False])
+def output(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StringIO:
+    """A terminal or a pipe."""
     monkeypatch.setenv("TERM", "xterm")
-    clock = [0]
-    monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock[0])
-    output = screen()
-    monkeypatch.setattr(sys, "stdout", output)
-    with Console(quiet=quiet).bar("reading", 3) as advance:
-        for _ in range(3):
-            clock[0] += seconds
-            advance()
-    assert ("reading" in output.getvalue()) == bool(output.getvalue()) == is_shown
+    stream = StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: request.param)
+    return stream
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_long_work_shows_a_bar_on_a_terminal_alone(output: StringIO, quiet: bool) -> None:
+    with redirect_stdout(output):
+        assert [*Console(quiet=quiet).bar("reading", 3)] == [0, 1, 2]
+    assert bool(output.getvalue()) == (output.isatty() and not quiet)
+
+
+def test_a_run_shows_a_bar_on_a_terminal_and_lines_elsewhere(
+    output: StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is printed stays whole, and an interrupt leaves the terminal as it was."""
+    clock = 0.0
+    monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock)
+    with redirect_stdout(output), suppress(KeyboardInterrupt):
+        with Console().steps(0, 4) as show:
+            for step in (1, 2, 3):
+                clock += 10
+                show(step, {"reward": float(step), "step_time": 10.0})
+                print("x" * 200)
+            raise KeyboardInterrupt
+        assert sys.stdout is output
+    text = output.getvalue()
+    assert text.endswith("\n")
+    assert "\x1b[?25l" not in text
+    assert text.count("x" * 200) == 3
+    assert "reward 2.500" in text  # of the last 15 seconds
+    assert output.isatty() == ("\x1b" in text) == ("reward 1.500" in text)
 
 
 def test_what_a_stream_cannot_show_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal without Unicode, a name of a file that is none, and a stream that is closed."""
     shown = BytesIO()
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(shown, encoding="ascii"))
-    Console().table("naïve", ["é"], [["→"]])
+    Console().table("naïve", ["é", "b" * 150], [["→", "[bold]"]])
     Console().say("\ud800 plain")
-    assert shown.getvalue().isascii() and b"plain" in shown.getvalue()
+    assert shown.getvalue().isascii()
+    for text in (b"plain", b"b" * 150, b"[bold]"):
+        assert text in shown.getvalue()
     sys.stdout.close()
-    Console().say("plain")
+    Console().table("plain", [""], [])
 
 
 TALK = """
@@ -309,4 +343,5 @@ def test_a_reader_that_leaves_does_not_end_the_program() -> None:
         assert b"line" in process.stdout.readline()
         process.stdout.close()
         errors = process.stderr.read()
-        assert process.wait() == 0 and errors.count(b"\n") == 1
+        assert process.wait() == 0
+    assert errors.count(b"\n") == 1

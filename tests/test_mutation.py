@@ -10,7 +10,6 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ from hypothesis import strategies as st
 
 from minigrpo.config import Config
 from minigrpo.model import hf
-from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.tasks.base import load_task
-from minigrpo.tools import cli
+from minigrpo.run.reading import read_run
+from minigrpo.tasks.loading import load_task
+from minigrpo.text.tokenizer import load_tokenizer
+from minigrpo.tools import cli, report
 from minigrpo.tools.compare import differences
 from minigrpo.tools.doctor import diagnose
-from minigrpo.tools.report import render
-from minigrpo.tools.runs import read_run
 
 from . import tiny
 from .test_compare import write_run
@@ -33,41 +31,37 @@ from .test_report import held_out, sample
 from .test_tools import call
 from .tiny import ask
 
-ODD_TEXTS = (
-    *(b"", b"\x00", b"\xff\xfe", b"\\ud800", b"\n"),
-    *(b"[", b"{", b'"', b"nan", b"-1", b"1e999"),
-)
+ODD_TEXTS = (b"", b"\x00", b"\xff\xfe", b"\\ud800", b"\n", b"[", b'"', b"nan", b"-1", b"1e999")
 ODD_VALUES = (
-    *(None, True, -1, 0, 1, 2**70, -0.5, 1e308, float("nan"), float("inf")),
-    *("", "x", "\x1b[2J", "\u202e", "0", [], [None], [[1]], {}, {"a": {}}),
+    *(None, True, -1, 0, 2**70, -0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "\x1b[2J", "\u202e", [], [None], [[1]], {}, {"a": {}}),
 )
 
 
 def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
     """Bytes with a part cut out, repeated, swapped for another or flipped."""
-    a, b = sorted(chance.randrange(len(content) + 1) for _ in range(2))
-    b = min(b, a + chance.choice((1, 5, 50, len(content))))
-    part = content[a:b]
-    new = chance.choice(
-        [b"", part + part, part[::-1], chance.choice(ODD_TEXTS), bytes(x ^ 1 for x in part[:1])]
-    )
-    return content[:a] + new + content[b:]
+    start = chance.randrange(len(content) + 1)
+    stop = start + chance.choice((0, 1, 5, 50, len(content)))
+    part = content[start:stop]
+    flipped = bytes(x ^ 1 for x in part[:1])
+    new = chance.choice([b"", part + part, part[::-1], flipped, *ODD_TEXTS])
+    return content[:start] + new + content[stop:]
 
 
 def damaged_value(value: Any, chance: random.Random) -> Any:
     """A JSON value with one value inside it changed, left out or doubled."""
-    if isinstance(value, dict) and value and chance.random() < 0.9:
-        key = chance.choice(sorted(value))
-        how = chance.random()
-        if how < 0.1:
-            return {name: x for name, x in value.items() if name != key}
-        if how < 0.2:
-            return {**value, key + "x": value[key]}
-        return {**value, key: damaged_value(value[key], chance)}
-    if isinstance(value, list) and value and chance.random() < 0.9:
+    if not (isinstance(value, dict | list) and value and chance.random() < 0.9):
+        return chance.choice(ODD_VALUES)
+    if isinstance(value, list):
         i = chance.randrange(len(value))
         return [*value[:i], damaged_value(value[i], chance), *value[i + 1 :]]
-    return chance.choice(ODD_VALUES)
+    key = chance.choice(sorted(value))
+    how = chance.random()
+    if how < 0.1:
+        return {name: x for name, x in value.items() if name != key}
+    if how < 0.2:
+        return {**value, key + "x": value[key]}
+    return {**value, key: damaged_value(value[key], chance)}
 
 
 def damaged_json(content: bytes, chance: random.Random) -> bytes:
@@ -89,8 +83,8 @@ def read_settings(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
+    rows = [{"prompt": f"ask {i}", "answer": "b", "extra": [1]} for i in range(40)]
     chats = [{"messages": ask(f"ask {i}"), "answer": "b"} for i in range(9)]
-    rows = [{"prompt": f"ask {i}", "answer": "b", "kind": "c", "extra": [1]} for i in range(40)]
     tiny.write_jsonl(folder / "a.jsonl", rows + chats)
 
 
@@ -117,7 +111,7 @@ def make_run(folder: Path) -> None:
 def read_the_run(folder: Path) -> None:
     runs = [read_run(folder / "run", print)]
     diagnose(runs[0])
-    render(runs, {}, print)
+    report.report_command([str(folder / "run"), "--out", str(folder / "page.html")], "report")
     differences(runs, runs)
 
 
@@ -135,13 +129,13 @@ INPUTS = {
 def outcome(read: Read, folder: Path) -> None:
     """Read in place of a command; assert that it ends well, or with one printable line and 2."""
 
-    def main(argv: list[str], prog: str) -> None:
+    def command(argv: list[str], prog: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             read(folder)
 
     errors = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
-        patch.setattr(cli, "_module", lambda name: SimpleNamespace(main=main))
+        patch.setattr(cli, "_function", lambda name: command)
         code = call("report")
     assert code in (0, 2)
     if code:
@@ -155,17 +149,17 @@ def test_damage_is_told_in_one_line(name: str, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("input")
     make(folder)
     read(folder)  # as it is, it is valid
-    whole = {path: path.read_bytes() for path in sorted(folder.glob(file))}
+    paths = sorted(folder.glob(file))
 
     @settings(suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32), times=st.integers(1, 3))
     def damage(seed: int, times: int) -> None:
         chance = random.Random(seed)
-        path, content = chance.choice(list(whole.items()))
+        path = chance.choice(paths)
+        content = damaged = path.read_bytes()
         if path.suffix != ".toml" and chance.random() < 0.5:
             damaged = damaged_json(content, chance)
         else:
-            damaged = content
             for _ in range(times):
                 damaged = damaged_bytes(damaged, chance)
         path.write_bytes(damaged)

@@ -1,6 +1,7 @@
 """AdamW's groups, its schedule, and the variant that keeps moments in host memory."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from minigrpo.config import Config
-from minigrpo.runtime.optimizer import (
-    BETAS,
-    FINAL_SHARE,
-    OffloadedAdamW,
-    learning_rate_at,
-    make_optimizer,
-)
+from minigrpo.optimizer import BETAS, FINAL_RATE, OffloadedAdamW, learning_rate_at, make_optimizer
 
 OPTIONS = {"learning_rate": 0.01, "weight_decay": 0.1, "fused_optimizer": False}
 
@@ -40,21 +35,24 @@ def test_matrices_alone_decay_and_frozen_weights_are_left_out() -> None:
     made = model()
     optimizer = make_optimizer(made, Config.of(**OPTIONS))
     matrices, others = optimizer.param_groups
-    assert [id(p) for p in matrices["params"]] == [id(made[0].weight), id(made[2].weight)]
-    assert [id(p) for p in others["params"]] == [*map(id, made[1].parameters()), id(made[2].bias)]
-    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert type(optimizer) is torch.optim.AdamW and matrices["betas"] == BETAS
+    names = {id(p): name for name, p in made.named_parameters()}
+    assert [names[id(p)] for p in matrices["params"]] == ["0.weight", "2.weight"]
+    assert [names[id(p)] for p in others["params"]] == ["1.weight", "1.bias", "2.bias"]
+    assert matrices["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    assert type(optimizer) is torch.optim.AdamW
+    assert matrices["betas"] == BETAS
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth_by_a_cosine() -> None:
     config = Config.of(learning_rate=2.0, warmup_steps=4, max_steps=105)
     rates = [learning_rate_at(step, config) for step in range(110)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-    assert rates[54] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) / 2))
-    eighth = (1 + math.cos(math.pi / 4)) / 2
-    assert rates[29] == pytest.approx(2 * (FINAL_SHARE + (1 - FINAL_SHARE) * eighth))
-    assert rates[104:] == pytest.approx([2 * FINAL_SHARE] * 6)
-    assert learning_rate_at(0, Config.of(learning_rate=1.0, warmup_steps=0, max_steps=1)) == 1.0
+    quarter = (1 + math.cos(math.pi / 4)) / 2
+    assert rates[29] == pytest.approx(2 * (FINAL_RATE + (1 - FINAL_RATE) * quarter))
+    assert rates[104:] == pytest.approx([2 * FINAL_RATE] * 6)
+    shortest = Config.of(learning_rate=1.0, warmup_steps=0, max_steps=1)
+    assert learning_rate_at(0, shortest) == 1.0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -72,20 +70,23 @@ def test_moments_in_host_memory_give_the_same_weights_and_states(
     def compare() -> None:
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(a, b)
-            there, here = plain.state.get(a, {}), offloaded.state.get(b, {})
+            there = plain.state.get(a, {})
+            here = offloaded.state.get(b, {})
             assert there.keys() == here.keys()
-            assert all(torch.equal(there[name].cpu(), here[name].cpu()) for name in there)
-            assert not any(here[name].is_cuda for name in here)
+            for name, moment in here.items():
+                assert torch.equal(moment, there[name].cpu())
+                assert not moment.is_cuda
 
-    for number in range(3):
+    def on_host(optimizer: torch.optim.Optimizer) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), optimizer.state_dict())
+
+    for number in range(4):
+        if number == 3:  # each goes on from the other's state
+            first = on_host(plain)
+            second = on_host(offloaded)
+            assert first["param_groups"] == second["param_groups"]
+            plain.load_state_dict(second)
+            offloaded.load_state_dict(first)
         step(plain, number)
         step(offloaded, number)
         compare()
-    states = [optimizer.state_dict() for optimizer in (plain, offloaded)]
-    assert states[0]["param_groups"] == states[1]["param_groups"]
-    on_host = [tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), state) for state in states]
-    plain.load_state_dict(on_host[1])  # each goes on from the other's state
-    offloaded.load_state_dict(on_host[0])
-    step(plain, 3)
-    step(offloaded, 3)
-    compare()

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from minigrpo.guard import OOMBackoff
 from minigrpo.model import linear, logprobs
 from minigrpo.model import packing as packing_module
-from minigrpo.model.encoding import to_completions
 from minigrpo.model.families import FAMILIES
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.logprobs import token_logprobs
-from minigrpo.model.packing import PACKINGS, CompletionRows, pack
+from minigrpo.model.packing import CompletionRows, Packing, pack
 from minigrpo.model.shape import RopeScaling
 from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.runtime.guard import OOMBackoff
+from minigrpo.text.encoding import to_completions
 from minigrpo.types import Completions
 
-from .steps import EOS, SIZES, VOCAB, make_completions
+from .steps import SIZES, VOCAB, make_completions
 from .tiny import refused
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -50,59 +50,68 @@ def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple
 
 
 LLAMA = {"heads": 4, "kv_heads": 2}
+WINDOWS = {"head_dim": 8, "window": 3, "full_every": 2}
+# family -> what differs from LLAMA
 FAMILY_FIELDS = {
-    "gpt2": {"heads": 2},
+    "gpt2": {"kv_heads": 0},
     "llama": {
-        **LLAMA,
         "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "exaone4": {**LLAMA, "head_dim": 8},
-    "gemma3_text": {**LLAMA, "head_dim": 8, "window": 3, "full_every": 2}
-    | {"local_rope_theta": 50.0, "attention_size": 5},
-    "granitemoehybrid": LLAMA,
-    "granite": {**LLAMA, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}
-    | {"residual_multiplier": 0.3, "logits_divisor": 2.0},
-    "mistral": {**LLAMA, "head_dim": 8, "tied": False, "window": 3, "full_every": 2},
-    "olmo2": LLAMA,
-    "qwen2": LLAMA,
-    "qwen3": {**LLAMA, "head_dim": 6, "tied": False},
-    "smollm3": {**LLAMA, "layers": 4, "kv_heads": 1},
+    "exaone4": {"head_dim": 8},
+    "gemma3_text": {**WINDOWS, "local_rope_theta": 50.0, "attention_size": 5},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_divisor": 2.0,
+    },
+    "mistral": {**WINDOWS, "tied": False},
+    "qwen3": {"head_dim": 6, "tied": False},
+    "smollm3": {"layers": 4, "kv_heads": 1},
 }
 
 
 def varied(family: str) -> Transformer:
     """A model of a family in which every parameter matters: biases begin at 0, norms at 1."""
-    shape = ModelShape(**{**SIZES, "family": family, **FAMILY_FIELDS[family]})
-    model, noise = Transformer(shape, seed=1).double(), torch.Generator().manual_seed(0)
+    fields = FAMILY_FIELDS.get(family, {})
+    shape = ModelShape(**{**SIZES, **LLAMA, "family": family, **fields})
+    model = Transformer(shape, seed=1).double()
+    noise = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=noise))
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)  # a new one needs a row above
+@pytest.mark.parametrize("family", FAMILIES)  # a new one may need a row above
 def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, c = varied(family), make_completions(0)
-    weights = torch.randn(c.completion_ids.shape, generator=torch.Generator().manual_seed(0))
+    model = varied(family)
+    completions = make_completions(0)
     parameters = list(model.parameters())
-    expected, entropy = naive(model, c, 0.7)
+    expected, entropy = naive(model, completions, 0.7)
+    weights = torch.arange(expected.numel(), dtype=torch.float64).view(expected.shape).cos()
     gradients = torch.autograd.grad((expected * weights).sum(), parameters)
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
     for chunked in (False, True):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
         trained = model.for_training(checkpointing=chunked, compiled=False)
-        for build in PACKINGS.values():
-            packing = build(c)
-            logp, found_entropy = trained(packing, 0.7)
-            assert_close(logp, expected, **CLOSE)
-            assert_close(found_entropy, entropy, **CLOSE)
-            assert not found_entropy.requires_grad
-            found = torch.autograd.grad((logp * weights).sum(), parameters)
-            assert_close(found, gradients, **CLOSE)
+        for name in ("repeated", "prefix-tree"):
+            found = trained(Packing.of(pack(completions, name)), 0.7)
+            assert_close(found.logp, expected, **CLOSE)
+            assert_close(found.entropy, entropy, **CLOSE)
+            assert not found.entropy.requires_grad
+            slopes = torch.autograd.grad((found.logp * weights).sum(), parameters)
+            assert_close(slopes, gradients, **CLOSE)
 
 
-@given(*(st.integers(low, high) for low, high in ((0, 10**6), (1, 3), (1, 6), (1, 5), (1, 2))))
+@given(
+    seed=st.integers(0, 10**6),
+    prompts=st.integers(1, 3),
+    samples=st.integers(1, 6),
+    length=st.integers(1, 5),
+    letters=st.integers(1, 2),
+)
 def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
     seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
@@ -116,24 +125,20 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
         torch.from_numpy(rng.integers(0, letters, (prompts, samples, length))),
         torch.from_numpy(np.arange(length) < lengths[..., None]),
     )
-    tree, plain = (build(c) for build in (pack, PACKINGS["repeated"]))
+    tree, plain = (Packing.of(pack(c, name)) for name in ("prefix-tree", "repeated"))
     assert_close(model(tree)[0], model(plain)[0], rtol=1e-9, atol=1e-11)
 
 
-def texts_of(c: Completions) -> list[tuple[int, ...]]:
-    """The prompt's number and the tokens of each completion."""
-    return [
-        (p, *c.completion_ids[p, g][c.completion_mask[p, g]].tolist())
-        for p, g in np.ndindex(c.completion_ids.shape[:2])
-    ]
-
-
 def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Completions) -> None:
-    texts, num_prompt = texts_of(completions), int(completions.prompt_len.sum())
+    texts = [
+        (p, *completions.completion_ids[p, g][completions.completion_mask[p, g]].tolist())
+        for p, g in np.ndindex(completions.completion_ids.shape[:2])
+    ]
+    num_prompt = int(completions.prompt_len.sum())
     # prefixes of at least one token; the last token of a completion predicts nothing
     run = {text[:n] for text in texts for n in range(2, len(text))}
     predicted = {text[:n] for text in texts for n in range(2, len(text) + 1)}
-    tree, plain = pack(completions), PACKINGS["repeated"](completions)
+    tree, plain = (Packing.of(pack(completions, name)) for name in ("prefix-tree", "repeated"))
     assert len(tree.ids) == num_prompt + len(run)
     assert len(tree.targets) == len(predicted)
     every = sum(len(text) - 2 for text in texts)
@@ -141,45 +146,37 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
 
 
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
-    """One completion of 40 tokens beside 20 of 5; and 20 of equal lengths."""
-    ids = torch.zeros(1, 21, 40, dtype=torch.int64)
-    ids[0, :, 0] = torch.arange(21) % EOS
-    ids[0, :, 1] = torch.arange(21) // EOS
-    prompt, prompt_len = torch.tensor([[1, 2]]), torch.tensor([2])
-    long = torch.tensor([40] + [5] * 20)
-    sizes = []
-    for lengths in (long, torch.full((21,), 30)):
-        mask = (torch.arange(40) < lengths[:, None])[None]
-        packing = pack(Completions(prompt, prompt_len, ids, mask))
-        sizes.append([len(part.queries) for part in packing.completion_rows])
-    assert sizes == [[1, 20], [21]]
+    """One completion of 40 tokens beside 20 of 5, and 21 of equal lengths."""
+    for lengths, sizes in (([40] + [5] * 20, [1, 20]), ([30] * 21, [21])):
+        rows = [[number] * length for number, length in enumerate(lengths)]
+        packing = Packing.of(pack(to_completions([[1, 2]], [rows])))
+        assert [len(part.queries) for part in packing.completion_rows] == sizes
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     """512 gradients of 1 add up to 512; in bfloat16 the sum would stay at 256."""
-    one, rows = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int64)
+    one = torch.ones(1, 1, 1, dtype=torch.bfloat16)
     value = one.clone().requires_grad_()
-    part = CompletionRows(rows, rows, last=rows)
-    part.attend(one, one, value, 0).sum().backward()
+    places = torch.zeros(512, 1, dtype=torch.int64)
+    rows = CompletionRows(places, places, last=places)
+    rows.attend(one, one, value, 0).sum().backward()
     assert value.grad.item() == 512
     # rows of masks begin at multiples of eight, or CUDA's attention would copy it in every layer
-    assert all(stride % 8 == 0 for mask in part.masks.values() for stride in mask.stride()[:-1])
-
-
-def make_frozen(model: Transformer) -> FrozenModel:
-    """It runs two prompts at a time."""
-    backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)
-    return FrozenModel(model, None, pack, "the reference", backoff.run, nullcontext, False)
+    for mask in rows.masks.values():
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
 
 
 def test_a_frozen_model_has_the_naive_log_probs_within_its_context(model: Transformer) -> None:
     """Positions beyond it have no embedding, or were never trained; the last token needs none."""
-    frozen, c = make_frozen(model), make_completions(0)
-    assert len(c) == 3
-    for temperature in (0.7, 1.3):
-        found = frozen.logp(c, temperature)
-        assert not found.requires_grad
-        assert_close(found, naive(model, c, temperature)[0].detach(), **CLOSE)
+    backoff = OOMBackoff("frozen", "--micro-batch-size", 2, print)  # two prompts at a time
+    others = (backoff.run, nullcontext, False)
+    frozen = FrozenModel(model, None, "prefix-tree", "the reference", *others)
+    completions = make_completions(0)
+    assert len(completions) == 3
+    found = frozen.logp(completions, 0.7)
+    expected, _ = naive(model, completions, 0.7)
+    assert not found.requires_grad
+    assert_close(found, expected.detach(), **CLOSE)
     longest, longer = (to_completions([[1] * 5], [[[2] * n, [3]]]) for n in (36, 37))
     assert frozen.logp(longest, 1.0).shape == (1, 2, 36)
     refused(frozen.logp, longer, 1.0)
@@ -188,11 +185,12 @@ def test_a_frozen_model_has_the_naive_log_probs_within_its_context(model: Transf
 def test_chunks_under_autocast_sum_gradients_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64: as close as without chunks, whatever their number."""
     rng = torch.Generator().manual_seed(0)
-    values = torch.randn(600, 16, generator=rng), torch.randn(VOCAB, 16, generator=rng)
+    hidden = torch.randn(600, 16, generator=rng)
+    weight = torch.randn(VOCAB, 16, generator=rng)
     targets = torch.randint(0, VOCAB, (600,), generator=rng)
 
     def gradients(low: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        inputs = [x.to(dtype).requires_grad_() for x in values]
+        inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             logp, _ = token_logprobs(*inputs, targets, 1.0, False)
         assert logp.dtype == dtype
@@ -208,7 +206,9 @@ def test_chunks_under_autocast_sum_gradients_in_float32(monkeypatch: pytest.Monk
 
 
 def test_large_products_without_gradients_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = (torch.randn(shape) for shape in ((2, 3, 8), (5, 8), (5,)))
+    x = torch.randn(2, 3, 8)
+    weight = torch.randn(5, 8)
+    bias = torch.randn(5)
     exact = linear.linear(x.double(), weight.double(), bias.double()).float()
     monkeypatch.setattr(linear, "LARGE_WEIGHT", 1)
     with torch.no_grad():

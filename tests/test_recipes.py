@@ -13,14 +13,12 @@ import pytest
 
 import minigrpo
 
-from .tiny import tiny_chat_model
-
-DOCS = Path(__file__).parents[1] / "docs"
+from .tiny import ROOT, tiny_chat_model
 
 
 def run_blocks(text: str, page: str = "recipes") -> list[dict[str, Any]]:
     """What the Python blocks of a page with this text define."""
-    code = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
     blocks = [{"minigrpo": minigrpo, "__name__": page, "code": x} for x in code if text in x]
     for block in blocks:
         exec(compile(block["code"], page, "exec"), block)
@@ -29,9 +27,16 @@ def run_blocks(text: str, page: str = "recipes") -> list[dict[str, Any]]:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Any:
-    small = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_steps": 1}
-    small |= {"model": str(tiny_chat_model(tmp_path / "model", context=900)), "eval_size": 2}
-    return lambda f=minigrpo.train, **x: f(**x | small | {"out_dir": mkdtemp(dir=tmp_path)})
+    small = {
+        "model": str(tiny_chat_model(tmp_path / "model", context=900)),
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "max_new_tokens": 4,
+        "max_steps": 1,
+        "eval_size": 2,
+    }
+    train = minigrpo.train
+    return lambda **given: train(**given | small | {"out_dir": mkdtemp(dir=tmp_path)})
 
 
 def test_pages_train(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,22 +49,30 @@ def test_pages_train(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             assert block["run"].summary["status"] == "finished"
 
 
-def test_the_format_is_paid_and_the_judge_is_asked(train: Any) -> None:
-    form, right = map(run_blocks("FORM =")[0].get, ("form", "right"))
-    example, text = SimpleNamespace(fields={"solution": 4}), "<think>\n1 <\n</think>\n<answer>\n4\n"
-    for said, paid in (("</answer>\n", (1, 1)), ("2</answer>", (1, 0)), ("", (0, 0))):
-        assert (form(example, text + said), right(example, text + said)) == paid
+def test_the_format_is_paid() -> None:
+    (block,) = run_blocks("FORM =")
+    example = SimpleNamespace(fields={"solution": 4})
+    for said, form, right in (("</answer>\n", 1, 1), ("2</answer>", 1, 0), ("", 0, 0)):
+        text = f"<think>\n1 <\n</think>\n<answer>\n4\n{said}"
+        assert block["form"](example, text) == form
+        assert block["right"](example, text) == right
+
+
+def test_the_judge_is_asked(train: Any) -> None:
+    asked = []
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked.append(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200), self.end_headers()
+            self.send_response(200)
+            self.end_headers()
             self.wfile.write(b'{"choices": [{"message": {"content": "Grade: 7."}}]}')
 
-    asked, judge = [], run_blocks("def ask")[0]
+    (judge,) = run_blocks("def ask")
     with ThreadingHTTPServer(("localhost", 0), Server) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         judge["URL"] = f"http://localhost:{server.server_port}"
         run = train(data=[{"prompt": f"{a} + 1"} for a in range(9)], rewards=judge["judged"])
         server.shutdown()
-    assert run.metrics["rewards/judged/mean"] == [0.7] and b" + 1" in asked[0]
+    assert run.metrics["rewards/judged/mean"] == [0.7]
+    assert b" + 1" in asked[0]

@@ -2,22 +2,21 @@
 
 import html
 import io
+import itertools
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from minigrpo.config import Config
-from minigrpo.runtime.statistics import wilson
+from minigrpo.run.reading import Run, differing, read_run
+from minigrpo.statistics import wilson
 from minigrpo.tools import cli
-from minigrpo.tools.report import MOST_SAMPLES, figures_of, samples_of
-from minigrpo.tools.runs import Run, differing, plot_curve, read_run
+from minigrpo.tools.report import MAX_SAMPLES, figures_of, plot_curve, samples_of
 
 from .test_compare import write_run
-from .test_tools import call
+from .test_doctor import made_up
 from .tiny import toml, write_jsonl
 
 HOSTILE = (
@@ -72,19 +71,18 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     shown = html.unescape(page)
     assert "</script><script>alert(1)</script>" in shown
     assert "{{ 7 * 7 }}" in shown  # the template in the text is not run
-    assert "a<b>&" in shown and "42 degrees" in shown
+    assert "a<b>&" in shown
+    assert "42 degrees" in shown
 
 
 def test_held_out_prompts_of_equal_texts_stay_apart(tmp_path: Path) -> None:
-    documents = [[{"role": "system", "content": f"Report {n}."}] for n in range(3)]
-    lines = [
-        {**held_out(step, 0, f"{step}"), "index": n, "messages": messages}
-        for step in (1, 2)
-        for n, messages in enumerate(documents)
-    ]
+    lines = []
+    for step, index in itertools.product((1, 2), range(3)):
+        messages = [{"role": "system", "content": f"Report {index}."}]
+        lines.append({**held_out(step, 0, f"{step}"), "index": index, "messages": messages})
     run = run_with_samples(tmp_path / "a", lines)
     groups = samples_of(read_run(run, print), print)["held_out"]
-    assert [[line["messages"] for line in group] for group in groups] == [[x, x] for x in documents]
+    assert [[line["index"] for line in group] for group in groups] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
@@ -97,15 +95,8 @@ def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
     page = page_of(run)
     assert len(page) < 2e6
     assert not re.search(r'(src|href)="(?!#|data:|")', page)
-    assert "@import" not in page and not re.search(r"url\((?!#)", page)
-    assert page.count("<details") == MOST_SAMPLES
-
-
-def made_up(steps: int, name: str = "a", **series: Any) -> Run:
-    records = [
-        {"step": i + 1, **{key: float(x[i]) for key, x in series.items()}} for i in range(steps)
-    ]
-    return Run(Path(name), Config(), records, [], {})
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert page.count("<details") == MAX_SAMPLES
 
 
 def lines_of(*runs: Run) -> list[np.ndarray]:
@@ -117,22 +108,16 @@ def lines_of(*runs: Run) -> list[np.ndarray]:
 
 
 def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:
-    run = made_up(3, reward=[2, 2, 2], entropy=[0, 0, 0])
+    run = made_up({"reward": [2, 2, 2], "entropy": [0, 0, 0]}, [])
     assert {section: len(found) for section, found in figures_of([run]).items()} == {"Training": 1}
 
 
 def test_several_runs_share_each_figure_and_shares_have_wilsons_intervals(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [1, 0, 0, 0] * 10)
     b = write_run(tmp_path / "b", [1, 1], group_size=8)
-    runs = [read_run(a, print), read_run(b, print), made_up(6, "c", reward=range(6))]
-    assert runs[0].shares == [wilson(0.25, 40)] * 2
+    runs = [read_run(a, print), read_run(b, print), made_up({"reward": range(6)}, [])]
+    assert runs[0].headlines == [wilson(0.25, 40)] * 2
     assert runs[0].curve("eval/exact_sampled") == {0: 0.25, 3: 0.25}
     assert runs[0].curve("reward")[3] == 1
     assert [len(points) for points in lines_of(*runs)] == [3, 3, 6]
     assert ["group_size", "16", "8", "16"] in differing([run.config.flat() for run in runs])
-
-
-def test_without_matplotlib_it_exits_by_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "a", [1, 0])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert call("report", run, "--out", tmp_path / "page.html") == 2

@@ -1,7 +1,6 @@
 """Reward functions: the table they make, what fails and what that costs, and who is trusted."""
 
 import asyncio
-import json
 import math
 import os
 import signal
@@ -9,12 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,35 +21,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.metrics import Graded
-from minigrpo.model.encoding import to_completions
-from minigrpo.model.tokenizer import load_tokenizer
-from minigrpo.rewards import (
-    RewardFunction,
-    RewardScorer,
-    as_scores,
-    load_rewards,
-    named_apart,
-    reward,
-    settled,
-    similarity,
-)
-from minigrpo.runtime import watchdog
-from minigrpo.runtime.pool import STOP_SIGNALS
+from minigrpo.rewards.functions import RewardFunction, load_rewards, named_apart, reward, similarity
+from minigrpo.rewards.scorer import RewardScorer
+from minigrpo.rewards.scores import as_scores, settled
+from minigrpo.run.logging import read_jsonl
+from minigrpo.runtime.processes import STOP_SIGNALS
 from minigrpo.task import Task, TokenBatch
-from minigrpo.tasks.base import load_task
+from minigrpo.tasks.loading import load_task
+from minigrpo.text.encoding import to_completions
+from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Example, RewardTable
 
-from .tiny import descendants, is_running, refused, wait_until
+from .steps import group
+from .tiny import ROOT, descendants, is_running, refused, wait_until
 
-ROOT = Path(__file__).parent.parent
 EXAMPLES = [Example("1+1=", "2", 0), Example("2+2=", "4", 1)]
-TEXTS = [["good", "bad", "good"], ["bad", "good", "worse"]]
+TEXTS = [group("good", "bad", "good"), group("bad", "good", "worse")]
 
 
 class Lengths(Task):
     """A task whose parts are the length of a text, and whether it is the answer."""
 
-    parts: Mapping[str, float] = {"length": 1.0, "right": 2.0}
+    reward_weights: Mapping[str, float] = {"length": 1.0, "right": 2.0}
     success = "right"
 
     def __init__(self) -> None:
@@ -62,24 +53,15 @@ class Lengths(Task):
         return {"length": float(len(text)), "right": float(text == example.answer)}
 
 
-@pytest.fixture
-def hold() -> Iterator[threading.Event]:
-    """What hanging functions wait for; set at the end, so that no thread outlives its test."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 def score(function: RewardFunction, workers: int = 2) -> tuple[list[list[float]], int, list[str]]:
     """A function's values for TEXTS, how often it failed, and the warnings."""
     warnings = []
     scorer = RewardScorer(Lengths(), functions=[function], workers=workers, warn=warnings.append)
     table = scorer.score(EXAMPLES, TEXTS)
-    assert table.parts["length"].tolist() == [[4, 3, 4], [3, 4, 5]]  # the others keep their values
-    return table.parts[function.name].tolist(), table.failed[function.name].sum(), warnings
-
-
-# --- similarity -----------------------------------------------------------------------------------
+    # the others keep their values
+    assert table.scores["length"].values.tolist() == [[4, 3, 4], [3, 4, 5]]
+    scores = table.scores[function.name]
+    return scores.values.tolist(), scores.failed.sum(), warnings
 
 
 @given(st.text(alphabet="KQrbn12/ +w-", min_size=1, max_size=30), st.data())
@@ -87,14 +69,12 @@ def test_similarity_falls_with_each_wrong_character(truth: str, data: st.DataObj
     """A character that does not occur in the truth costs exactly one edit."""
     wrong = data.draw(st.sets(st.integers(0, len(truth) - 1)))
     text = "".join("x" if place in wrong else char for place, char in enumerate(truth))
+    assert similarity(text, truth) == pytest.approx(1 - len(wrong) / len(truth))
     added = data.draw(st.integers(0, 30))
-    expected = [1 - len(wrong) / len(truth), len(truth) / (len(truth) + added)]
-    longer = "x" * added + truth
-    assert [similarity(text, truth), similarity(longer, truth)] == pytest.approx(expected)
-    assert similarity("", "") == 1 and similarity("", truth) == 0
-
-
-# --- the table ------------------------------------------------------------------------------------
+    expected = len(truth) / (len(truth) + added)
+    assert similarity("x" * added + truth, truth) == pytest.approx(expected)
+    assert similarity("", "") == 1
+    assert similarity("", truth) == 0
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -107,13 +87,19 @@ def test_the_table_is_that_of_the_naive_loop(workers: int) -> None:
     scorer = RewardScorer(Lengths(), functions=[vowels], workers=workers)
     table = scorer.score(EXAMPLES, TEXTS)
     for p, g in np.ndindex(2, 3):
-        parts = Lengths().score(EXAMPLES[p], TEXTS[p][g])
-        naive = {**parts, "vowels": sum(x in "aeiou" for x in TEXTS[p][g])}
-        assert {name: values[p, g] for name, values in table.parts.items()} == naive
+        text = TEXTS[p][g]
+        naive = {
+            **Lengths().score(EXAMPLES[p], text),
+            "vowels": sum(x in "aeiou" for x in text),
+        }
+        assert {name: scores.values[p, g] for name, scores in table.scores.items()} == naive
         total = naive["length"] + 2 * naive["right"] + 0.5 * naive["vowels"]
         assert table.total[p, g] == total
-    assert list(table.parts) == ["length", "right", "vowels"]
-    assert not any(failed.any() for failed in table.failed.values())
+    assert list(table.scores) == ["length", "right", "vowels"]
+    assert table.total_known.all()
+    for scores in table.scores.values():
+        assert scores.known.all()
+        assert not scores.failed.any()
 
 
 def test_each_distinct_text_of_an_example_is_scored_once() -> None:
@@ -128,36 +114,14 @@ def test_each_distinct_text_of_an_example_is_scored_once() -> None:
     assert task.calls == ["good", "bad", "bad", "good", "worse"]
     assert seen == [[("2", "good"), ("2", "bad"), ("4", "bad"), ("4", "good"), ("4", "worse")]]
     twins = [Example("?", "a"), Example("?", "b")]  # one prompt and two answers are two
-    table = RewardScorer(Lengths()).score(twins, [["a"], ["a"]])
-    assert table.parts["right"].tolist() == [[1], [0]]
-
-
-def test_a_function_of_groups_sees_all_completions_of_a_prompt() -> None:
-    @reward(grouped=True)
-    def rank(example: Example, texts: list[str]) -> np.ndarray:
-        return np.argsort(np.argsort([-len(text) for text in texts], kind="stable"))
-
-    assert score(rank)[0] == [[0, 2, 1], [2, 1, 0]]
+    table = RewardScorer(Lengths()).score(twins, [group("a"), group("a")])
+    assert table.scores["right"].values.tolist() == [[1], [0]]
 
 
 def test_weights_choose_and_scale() -> None:
     double = RewardScorer(Lengths(), weights={"length": 2.0}).score(EXAMPLES, TEXTS)
-    assert np.array_equal(double.total, 2 * double.parts["length"])
-    assert double.parts["right"].shape == (2, 3)  # measured, and not paid
-
-
-def test_a_part_that_does_not_concern_an_example_counts_nothing() -> None:
-    class Some(Lengths):
-        def score(self, example: Example, text: str) -> Mapping[str, float]:
-            return {"length": len(text), "right": None if example.answer == "2" else 1.0}  # type: ignore[dict-item]
-
-    table = RewardScorer(Some()).score(EXAMPLES, TEXTS)
-    assert not table.failed["right"].any()
-    assert np.isnan(table.parts["right"][0]).all()
-    assert table.total.tolist() == [[4, 3, 4], [5, 6, 7]]
-
-
-# --- what is wrong with names and weights ---------------------------------------------------------
+    assert np.array_equal(double.total, 2 * double.scores["length"].values)
+    assert double.scores["right"].values.shape == (2, 3)  # measured, and not paid
 
 
 def test_names_weights_and_timeouts_that_cannot_be_are_refused() -> None:
@@ -170,10 +134,11 @@ def test_names_weights_and_timeouts_that_cannot_be_are_refused() -> None:
     refused(scorer, ["mine"], {"typo": 1.0})
     task = Lengths()
     for weight in (math.nan, math.inf, -math.inf, "1", None):
-        task.parts = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
+        task.reward_weights = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
         refused(RewardScorer, Lengths(), weights={"length": weight})
-        refused(reward, lambda example, text: 1.0, weight=weight)
         refused(RewardScorer, task)
+        heavy = reward(lambda example, text: 1.0, weight=weight)
+        refused(RewardScorer, Lengths(), functions=[heavy])
     for timeout_s in (None, "5", math.nan, math.inf, 0, -1.0):
         refused(reward, lambda example, text: 1.0, timeout_s=timeout_s)
     assert score(reward(lambda example, text: 1.0, timeout_s=np.float32(5)))[1] == 0
@@ -191,11 +156,20 @@ def test_each_function_has_a_name_of_its_own() -> None:
         return scale
 
     plain = [near, partial(near, scale=2), partial(near, scale=3), Judge(), lambda a, b: 5.0]
-    functions = named_apart([reward(x) for x in plain] + [reward(near, name="near_2")])
+    named = [reward(near, name=name) for name in ("near_2", "reward")]
+    functions = named_apart([reward(x) for x in plain] + named)
     table = RewardScorer(Lengths(), functions=functions).score(EXAMPLES, TEXTS)
-    given = {name: values[0, 0] for name, values in table.parts.items()}
-    expected = {"near": 1, "near_2": 2, "near_3": 3, "Judge": 4, "function": 5, "near_2_2": 1}
-    assert given == {"length": 4, "right": 0, **expected}
+    given = {name: scores.values[0, 0] for name, scores in table.scores.items()}
+    expected = {
+        "near": 1,
+        "near_2": 2,
+        "near_3": 3,
+        "Judge": 4,
+        "function": 5,
+        "near_2_2": 1,
+        "reward_function": 1,  # `reward` is the weighted sum
+    }
+    assert given.items() >= expected.items()
 
 
 def test_async_functions_run_side_by_side() -> None:
@@ -230,8 +204,6 @@ def two(examples, texts): return [helper(text) for text in texts]
     refused(load_rewards, str(tmp_path / "empty.py"))
 
 
-# --- failures -------------------------------------------------------------------------------------
-
 NO_NUMBERS = [float("nan"), float("inf"), [1.0], 1j, {}, np.array([1.0, 2.0])]
 SIGNS = st.sampled_from([1.0, -1.0])
 
@@ -258,7 +230,8 @@ def test_what_is_no_number_or_raises_is_the_worst_of_its_group(workers: int) -> 
     for answer in (*NO_NUMBERS, *errors):
         values, failures, warnings = score(odd, workers)
         assert values == [[-4, -4, -4], [-5, -4, -5]], answer
-        assert failures == 2 and len(warnings) == 1, answer
+        assert failures == 2
+        assert len(warnings) == 1
 
 
 OWN = """
@@ -294,7 +267,8 @@ def test_a_failure_never_pays_and_never_teaches(data: st.DataObject, weight: flo
     answers = st.one_of(st.none(), st.just(np.nan), st.floats(-3, 3))
     table = np.array(data.draw(st.lists(answers, min_size=6, max_size=6)), dtype=object)
     table = table.reshape(2, 3)
-    values, failed = settled(as_scores(table.ravel().tolist(), 6), (2, 3), weight)
+    in_order = as_scores(table.ravel().tolist(), 6)
+    scores = settled(in_order.select(np.arange(6).reshape(2, 3)), weight)
     worst = min if weight > 0 else max
 
     def numbers(answers: Any) -> list[float]:
@@ -302,14 +276,14 @@ def test_a_failure_never_pays_and_never_teaches(data: st.DataObject, weight: flo
 
     for p, g in np.ndindex(2, 3):
         answer, group = table[p, g], table[p]
+        found = (scores.values[p, g], scores.known[p, g], scores.failed[p, g])
         if answer is None:
-            assert np.isnan(values[p, g]) and not failed[p, g]
+            assert found == (0, False, False)
         elif answer == answer:
-            assert values[p, g] == answer and not failed[p, g]
+            assert found == (answer, True, False)
         else:
-            all_fail = all(x is not None and x != x for x in group)
-            rivals = numbers(table.ravel() if all_fail else group)
-            np.testing.assert_equal(values[p, g], worst(rivals) if rivals else np.nan)
+            rivals = numbers(group) or numbers(table.ravel())
+            assert found == ((worst(rivals), True, True) if rivals else (0, False, True))
 
 
 def test_none_is_no_failure_and_a_failed_success_is_wrong() -> None:
@@ -320,10 +294,22 @@ def test_none_is_no_failure_and_a_failed_success_is_wrong() -> None:
         return float("nan") if text == "bad" else 1.0
 
     table = RewardScorer(Lengths(), functions=[mine]).score(EXAMPLES, TEXTS)
-    assert np.isnan(table.parts["mine"][0]).all() and not table.failed["mine"][0].any()
+    assert not table.scores["mine"].applies[0].any()
     assert table.total[0].tolist() == [4, 3, 4]
     right = Graded(EXAMPLES, TEXTS, table, "mine").right
-    np.testing.assert_equal(right, [[np.nan] * 3, [0, 1, 1]])
+    assert right.known.tolist() == [[False] * 3, [True] * 3]
+    assert right.values[1].tolist() == [0, 1, 1]
+
+
+def test_a_failure_with_nothing_to_compare_it_with_is_the_worst_of_its_group() -> None:
+    @reward
+    def mine(example: Example, text: str) -> float | None:
+        return math.nan if text == "bad" else None
+
+    length = reward(name="length")(lambda example, text: -len(text))
+    table = RewardScorer(Task(), functions=[mine, length]).score(EXAMPLES, TEXTS)
+    assert table.total.tolist() == [[-4, -4, -4], [-5, -4, -5]]
+    assert table.total_known.tolist() == [[True, False, True], [False, True, True]]
 
 
 @pytest.mark.parametrize("kind", ["batched", "grouped"])
@@ -332,14 +318,18 @@ def test_a_wrong_number_of_values_fails_the_call_and_one_that_is_no_number_itsel
 ) -> None:
     odd = reward(**{kind: True}, name="odd")(lambda examples, texts: answer)
     for answer in (1.0, "123", [1.0], [1.0] * 9, {1.0, 2.0, 3.0}, [np.nan] * 5):
-        values, failures, _ = score(odd)
-        assert np.isnan(values).all() and failures == 6, answer
-    for none in (np.nan, -np.inf):
-        some = reward(**{kind: True}, name="odd")(
-            lambda _, texts, none=none: [none if text == "bad" else len(text) for text in texts]
-        )
-        values, failures, warnings = score(some)
-        assert (values, failures, len(warnings)) == ([[4, 4, 4], [4, 4, 5]], 2, 1)
+        table = RewardScorer(Lengths(), functions=[odd]).score(EXAMPLES, TEXTS)
+        assert table.scores["odd"].failed.all(), answer
+        assert not table.scores["odd"].known.any()
+        assert not table.total_known.any()
+        assert not table.total.any()
+    some = reward(**{kind: True}, name="odd")(
+        lambda _, texts: [math.nan if text == "bad" else len(text) for text in texts]
+    )
+    values, failures, warnings = score(some)
+    assert values == [[4, 4, 4], [4, 4, 5]]
+    assert failures == 2
+    assert len(warnings) == 1
 
 
 def test_tensors_and_arrays_are_copied_because_they_may_be_used_again() -> None:
@@ -354,82 +344,85 @@ def test_tensors_and_arrays_are_copied_because_they_may_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_call_that_hangs_is_given_up(workers: int, hold: threading.Event) -> None:
+def test_a_call_that_hangs_is_given_up(workers: int) -> None:
+    hold = threading.Event()
+
     @reward(timeout_s=0.05)
     def slow(example: Example, text: str) -> float:
         if text == "bad":
             hold.wait()
         return len(text)
 
-    assert score(slow, workers)[:2] == ([[4, 4, 4], [4, 4, 5]], 2)
+    found = score(slow, workers)[:2]
+    hold.set()  # so that no thread outlives its test
+    assert found == ([[4, 4, 4], [4, 4, 5]], 2)
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0  # nobody waits for it
 
 
-def test_a_process_whose_reward_hangs_exits(tmp_path: Path) -> None:
-    program = tmp_path / "hang.py"
-    program.write_text("""
+def test_a_process_whose_reward_hangs_exits() -> None:
+    program = """
 import time
 from minigrpo.rewards import RewardScorer, reward
 from minigrpo.task import Task
-from minigrpo.types import Example
+from minigrpo.types import Completion, Example
 
-class Nothing(Task):
-    score_batch = lambda *_: {}
-
-@reward(timeout_s=0.1)
-def hangs(example, text):
-    time.sleep(1000)
-
-scorer = RewardScorer(Nothing(), functions=[hangs], workers=2)
-print(scorer.score([Example("?")], [["a", "b"]]).failed["hangs"])
-""")
-    command, env = [sys.executable, program], {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, b"[[ True  True]]\n"), done.stderr
+hangs = reward(lambda example, text: time.sleep(1000), name="hangs", timeout_s=0.1)
+scorer = RewardScorer(Task(), functions=[hangs], workers=2)
+texts = [Completion("a"), Completion("b")]
+assert scorer.score([Example("?")], [texts]).scores["hangs"].failed.all()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 HANGS = """
 import re
 from minigrpo import reward
 
-@reward(timeout_s=0.2, process=PROCESS)
-def backtracks(example, text):  # and holds Python's lock for ages on one text
-    return len(text) if re.match("(a+)+$", text) else -1.0
+@reward(timeout_s=0.2)
+def backtracks(example, text):  # and holds Python's lock for ages after one question
+    answer = "a" * 40 + "!" if example.answer == "3" else text
+    return float(bool(re.match("(a+)+$", answer)))  # the line that hangs
+
+lengths = reward(name="lengths")(lambda example, text: len(text))  # stays in the run
 """
-SCORES = """
+TRAINS = """
 from pathlib import Path
-import rewards
-from minigrpo.rewards import RewardScorer
-from minigrpo.runtime.watchdog import Watchdog
-from minigrpo.task import Task
-from minigrpo.types import Example
+from minigrpo.runtime import hangs
+from tests.steps import tiny_trainer
+from tests.tiny import write_jsonl
 
-watchdog = Watchdog(Path("marks.jsonl"))
-scorer = RewardScorer(Task(), functions=[rewards.backtracks], watchdog=watchdog, workers=1)
-for _ in range(2):
-    table = scorer.score([Example("?")], [["a" * 3, "a" * 40 + "!", "b"]])
-    print(table.parts["backtracks"].tolist(), table.failed["backtracks"].tolist())
+hangs.GRACE_S = 0.5
+rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(7)]
+settings = {"data": str(write_jsonl(Path("rows.jsonl"), rows)), "rewards": "rewards.py"}
+settings |= {"task": "prompts", "prompts_per_step": 7, "group_size": 2, "max_steps": 1}
+settings |= {"eval_size": 1, "reward_weights": {}, "resume": "auto", "parallel_rewards": False}
+tiny_trainer(Path("run").absolute(), **settings).fit()
 """
-SETTLED = b"[[3.0, -1.0, -1.0]] [[False, True, False]]\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [True, False])
-def test_a_call_that_holds_the_lock_ends_with_its_process(process: bool, tmp_path: Path) -> None:
-    """A worker process is ended alone. Without one the run is ended, and the next goes on."""
-    (tmp_path / "rewards.py").write_text(HANGS.replace("PROCESS", str(process)))
-    (tmp_path / "scores.py").write_text(SCORES)
-    env = {"PYTHONPATH": str(ROOT)}
+def test_a_call_that_holds_the_lock_ends_a_run_once(tmp_path: Path) -> None:
+    """The next attempt calls rewards in worker processes, which are ended alone."""
+    (tmp_path / "rewards.py").write_text(HANGS)
+    (tmp_path / "train.py").write_text(TRAINS)
+    command, env = [sys.executable, "train.py"], {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-    def run() -> "subprocess.CompletedProcess[bytes]":
-        command = [sys.executable, "scores.py"]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=90)
+    def train() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, timeout=90
+        )
 
-    if not process:
-        killed = run()
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        assert b"backtracks" in killed.stderr and b"a" * 40 + b"!" in killed.stderr
-    done = run()
-    assert (done.returncode, done.stdout) == (0, SETTLED * 2), done.stderr
+    hung = train()
+    line = HANGS[: HANGS.index("  # the line that hangs")].count("\n") + 1
+    named = f'rewards.py", line {line} in backtracks'
+    assert hung.returncode == -signal.SIGVTALRM and named in hung.stderr, hung.stderr
+    trace = tmp_path / "run" / "hung_call.txt"
+    assert named in trace.read_text()
+
+    resumed = train()
+    assert resumed.returncode == 0, resumed.stderr
+    (metrics,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["rewards/backtracks/failures"] == 2
+    assert metrics["rewards/lengths/mean"] > 0
 
 
 IN_FLIGHT = """
@@ -465,15 +458,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import rewards
 from minigrpo.rewards import RewardScorer
+from minigrpo.runtime import hangs
 from minigrpo.task import Task
-from minigrpo.types import Example
+from minigrpo.types import Completion, Example
 
+hangs.GRACE_S = 0.1
 functions = rewards.plain, rewards.coroutine, rewards.process
 scorers = [RewardScorer(Task(), functions=[function]) for function in functions]
-scorers[2].score([Example("?")], [["first"]])  # the process is there
+scorers[2].score([Example("?")], [[Completion("first")]])  # the process is there
 for _ in range(2):
     with ThreadPoolExecutor() as pool:
-        tables = pool.map(lambda scorer: scorer.score([Example("?")], [["a"]]), scorers)
+        tables = pool.map(lambda scorer: scorer.score([Example("?")], [[Completion("a")]]), scorers)
     totals = [table.total.tolist() for table in tables]
     for name in ("plain", "coroutine", "process", "go"):
         Path(name).unlink()
@@ -491,8 +486,8 @@ def test_calls_in_flight_outlast_signals_and_pauses_of_the_job_and_end_with_it(
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as run:
         assert run.stdout
         wait_until(lambda: all(call.exists() for call in calls))
-        others = descendants(run.pid)  # a worker and the watchdog
-        assert len(others) == 2
+        others = descendants(run.pid)  # a worker process
+        assert len(others) == 1
 
         # signals that the run handles reach all processes of a job
         for name in STOP_SIGNALS:
@@ -516,34 +511,6 @@ def test_calls_in_flight_outlast_signals_and_pauses_of_the_job_and_end_with_it(
         wait_until(lambda: not any(map(is_running, others)))
 
 
-def test_a_run_that_is_stopped_alone_is_not_silent() -> None:
-    """The watchdog kills a run that goes on and says nothing."""
-    with subprocess.Popen(["sleep", "60"]) as run:
-        run.send_signal(signal.SIGSTOP)
-        command = [sys.executable, "-I", watchdog.__file__, str(run.pid)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE) as watching:
-            assert watching.stdin
-            call = {"thread": 1, "system_thread": run.pid, "key": "a", "about": "a"}
-            call |= {"timeout_s": 0.1 - watchdog.GRACE_S, "marks": os.devnull}
-            watching.stdin.write(json.dumps(call).encode() + b"\n")
-            watching.stdin.flush()
-            time.sleep(2.5)
-            assert run.poll() is None
-            run.send_signal(signal.SIGCONT)
-            assert run.wait(30) == -signal.SIGKILL
-
-
-def test_a_watchdog_that_cannot_start_or_has_half_a_line_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watchdog, "other_process", Mock(side_effect=RuntimeError))
-    assert score(reward(lambda example, text: 1.0))[1] == 0
-    # half a line in its list of hung calls is left out
-    marks = tmp_path / "marks.jsonl"
-    marks.write_bytes(b'{"key": "a"}\n[1]\n\n{"key": "b"}\n{"key": "\xc3')
-    assert watchdog.Watchdog(marks).marked == {"a", "b"}
-
-
 @pytest.mark.parametrize("kind", ["", "batched", "grouped", "task"])
 def test_code_that_changes_its_example_changes_no_other_score(kind: str) -> None:
     def takes_all(example: Any, texts: Any) -> Any:
@@ -554,7 +521,7 @@ def test_code_that_changes_its_example_changes_no_other_score(kind: str) -> None
 
     class Own(Lengths):
         def score(self, example: Example, text: str) -> Mapping[str, float]:
-            return dict.fromkeys(self.parts, takes_all(example, text))
+            return dict.fromkeys(self.reward_weights, takes_all(example, text))
 
     example = Example("?", fields={"numbers": [1, 2]})
     options = {kind: True} if kind in ("batched", "grouped") else {}
@@ -562,8 +529,8 @@ def test_code_that_changes_its_example_changes_no_other_score(kind: str) -> None
     task = load_task(Own(), seed=0) if kind == "task" else Lengths()
     scorer = RewardScorer(task, functions=functions)
     for _ in range(2):
-        failed = scorer.score([example], [["a", "b"]]).failed.values()
-        assert not np.any(list(failed))
+        scores = scorer.score([example], [group("a", "b")]).scores.values()
+        assert not any(each.failed.any() for each in scores)
     assert example.fields["numbers"] == [1, 2]
 
 
@@ -577,12 +544,10 @@ def test_an_error_in_the_task_ends_the_run() -> None:
             RewardScorer(Broken(), workers=workers).score(EXAMPLES, TEXTS)
 
 
-# --- functions of tokens --------------------------------------------------------------------------
-
-
 def score_tokens(task: Task, functions: Sequence[RewardFunction]) -> RewardTable:
     """The table of completions of three tokens, whose log-probs are -0.5."""
-    texts, tokenizer = [["abc", "bcd"], ["cde", "xyz"]], load_tokenizer("chess")
+    texts = [group("abc", "bcd"), group("cde", "xyz")]
+    tokenizer = load_tokenizer("chess")
     others = {"tokenizer": tokenizer, "token_model": lambda name: name.upper()}
     scorer = RewardScorer(task, functions=functions, **others)
     ids = [[tokenizer.encode(text) for text in group] for group in texts]
@@ -605,21 +570,21 @@ def test_functions_of_tokens_see_log_probs_tokens_and_models_and_change_nothing(
         return found
 
     table = score_tokens(Lengths(), [likelihood])
-    assert table.parts["likelihood"].tolist() == [[-1.5, -1.5], [-1.5, -1.5]]
+    assert table.scores["likelihood"].values.tolist() == [[-1.5, -1.5], [-1.5, -1.5]]
     assert table.total.tolist() == [[0, 0], [0, 0]]  # 3 of length - 2 * 1.5
     assert seen[0] == ["xyz", 0.7, "M"]
 
 
 def test_a_task_may_score_tokens_and_texts() -> None:
     class Both(Lengths):
-        parts: Mapping[str, float] = {"confidence": 4.0, "length": 1.0, "right": 2.0}
-        token_parts = ("confidence",)
+        reward_weights: Mapping[str, float] = {"confidence": 4.0, "length": 1.0, "right": 2.0}
+        token_rewards = ("confidence",)
 
         def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
-            return {"confidence": np.array([[0.25, np.nan], [0.5, 1.0]])}
+            return {"confidence": np.array([[0.25, None], [0.5, 1.0]])}
 
     table = score_tokens(Both(), [])
-    assert list(table.parts) == ["confidence", "length", "right"]
+    assert list(table.scores) == ["confidence", "length", "right"]
     assert table.total.tolist() == [[4, 4], [5, 7]]  # what is left out counts as the group's mean
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 
 from examples import rlt
 from examples.rlt import RLT, find_span
-from minigrpo.model.encoding import to_completions
 from minigrpo.model.frozen_model import FrozenModel
-from minigrpo.model.packing import pack
-from minigrpo.model.tokenizer import load_tokenizer
 from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.task import TokenBatch
+from minigrpo.text.encoding import to_completions
+from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import ConfigError, Example
 
 from .tiny import refused
@@ -41,8 +39,10 @@ def plain_logp(model: Transformer, prompt: list[int], ids: list[int]) -> Tensor:
 
 
 def student(tokenizer: Any = CHESS, model: Transformer = STUDENT) -> FrozenModel:
-    # there is room for everything at once
-    return FrozenModel(model, tokenizer, pack, "student", lambda f, n: f(n), nullcontext, False)
+    def at_once(function: Any, num_prompts: int) -> Tensor:
+        return function(num_prompts)
+
+    return FrozenModel(model, tokenizer, "prefix-tree", "student", at_once, nullcontext, False)
 
 
 def batch_of(
@@ -53,8 +53,9 @@ def batch_of(
     rows = [[[*CHESS.encode(text), CHESS.eot] for text in group] for group in texts]
     completions = to_completions(prompts, rows)
     logp = torch.zeros(completions.completion_ids.shape, dtype=torch.float64)
-    for p, g in np.ndindex(*logp.shape[:2]):
-        logp[p, g, : len(rows[p][g])] = plain_logp(TEACHER, prompts[p], rows[p][g])
+    for p, prompt in enumerate(prompts):
+        for g, row in enumerate(rows[p]):
+            logp[p, g, : len(row)] = plain_logp(TEACHER, prompt, row)
     whole = replace(completions, sampler_logp=logp)
     model = asked or student()
     return TokenBatch(examples, texts, whole, TEMPERATURE, CHESS.decode, lambda name: model)
@@ -63,39 +64,45 @@ def batch_of(
 def test_the_reward_is_the_published_formula() -> None:
     task = RLT(0)
     examples = [task.train(number) for number in range(3)]
-    batch = batch_of(examples, [[f"<think>{x}</think>" for x in EXPLANATIONS]] * 3)
-    parts = task.score_tokens(batch)
-    before, opening, closing = map(CHESS.encode, ("<solution>", "<think>", "</think>"))
+    texts = [f"<think>{x}</think>" for x in EXPLANATIONS]
+    scores = task.score_tokens(batch_of(examples, [texts] * 3))
+    assert {*scores} == {*task.reward_weights} == {*task.token_rewards}
+    before = CHESS.encode("<solution>")
+    opening = CHESS.encode("<think>")
+    closing = CHESS.encode("</think>")
     for p, example in enumerate(examples):
         solution = CHESS.encode(example.fields["solution"])
         question = CHESS.encode(example.fields["students_prompt"])
         prompt = CHESS.encode(example.prompt)
-        for g, explanation in enumerate(map(CHESS.encode, EXPLANATIONS)):
-            text = [*opening, *explanation, *closing, *before, *solution]
-            logp = plain_logp(STUDENT, question, text)
-            of_solution = logp[-len(solution) :]
-            expected = of_solution.mean() + 0.01 * of_solution.min()
-            assert parts["likelihood"][p, g] == pytest.approx(float(expected))
+        for g, text in enumerate(EXPLANATIONS):
+            explanation = CHESS.encode(text)
+            ids = [*opening, *explanation, *closing, *before, *solution]
+            student_logp = plain_logp(STUDENT, question, ids)
+            of_solution = student_logp[-len(solution) :]
+            likelihood = of_solution.mean() + 0.01 * of_solution.min()
             inside = slice(len(opening), len(opening) + len(explanation))
-            ratio = plain_logp(TEACHER, prompt, text)[inside] - logp[inside]
-            penalty = -3 * ratio.mean() - 0.03 * ratio.max() if len(ratio) else torch.zeros(())
-            assert parts["kl"][p, g] == pytest.approx(float(penalty))
-            assert parts["match"][p, g] == 0
-            assert parts["solved"][p, g] == float((of_solution.exp() > 0.5).all())
-        empty = [*opening, *closing, *before, *solution]
-        alone = plain_logp(STUDENT, question, empty)[-len(solution) :]
-        assert (parts["unaided"][p] == float((alone.exp() > 0.5).all())).all()
-    assert task.parts == {"likelihood": 1, "kl": 1, "match": 1, "solved": 0, "unaided": 0}
-    assert {*parts} == {*task.parts} == {*task.token_parts}
+            ratio = plain_logp(TEACHER, prompt, ids)[inside] - student_logp[inside]
+            penalty = -3 * ratio.mean() - 0.03 * ratio.max() if explanation else 0.0
+            expected = {
+                "likelihood": float(likelihood),
+                "kl": float(penalty),
+                "match": 0.0,
+                "solved": float((of_solution.exp() > 0.5).all()),
+            }
+            found = {name: scores[name][p, g] for name in expected}
+            assert found == pytest.approx(expected)
+        without_explanation = EXPLANATIONS.index("")
+        assert (scores["unaided"][p] == scores["solved"][p, without_explanation]).all()
 
 
 def test_missing_tags_cost_one_in_each_term() -> None:
     task = RLT(0)
     texts = ["", "010111", "<think>010111", "010111</think>", "</think><think>", "<think>0</think>"]
-    parts = task.score_tokens(batch_of([task.train(0)], [texts]))
+    scores = task.score_tokens(batch_of([task.train(0)], [texts]))
     for name in ("likelihood", "kl", "match"):
-        assert parts[name][0, :5].tolist() == [-1] * 5
-    assert parts["match"][0, 5] == 0 and parts["likelihood"][0, 5] < -1
+        assert scores[name][0, :5].tolist() == [-1] * 5
+    assert scores["match"][0, 5] == 0
+    assert scores["likelihood"][0, 5] < -1
 
 
 def test_tags_are_found_however_they_are_split() -> None:
@@ -121,8 +128,7 @@ def test_another_vocabulary_is_refused() -> None:
     vocab = model["model"]["vocab"]
     vocab["0"], vocab["1"] = vocab["1"], vocab["0"]
     other = replace(CHESS, engine=tokenizers.Tokenizer.from_str(json.dumps(model)))
-    other_student = student(other)
-    batch = batch_of([RLT(0).train(0)], [["<think>0</think>"]], other_student)
+    batch = batch_of([RLT(0).train(0)], [["<think>0</think>"]], student(other))
     with pytest.raises(ConfigError):
         RLT(0).score_tokens(batch)
 
@@ -134,9 +140,11 @@ def test_lines_have_a_solution_or_gsm8ks_answer() -> None:
     ]
     task = RLT(0, (), [rows], student="somebody")
     first, second = task.held_out(0), task.held_out(1)
-    assert first.fields["solution"] == "48/2=24" and second.fields["solution"] == "two"
-    assert "48/2=24" in first.prompt and "<<" not in first.prompt and first.answer == ""
-    assert task.student == "somebody" and not task.speculate
+    assert first.fields["solution"] == "48/2=24"
+    assert second.fields["solution"] == "two"
+    assert "48/2=24" in first.prompt
+    assert "<<" not in first.prompt
+    assert task.student == "somebody"
     refused(RLT, 0, (), [rows])  # the shipped student knows nothing but additions
     for nothing in ("", " ", "<<1+1=2>>"):  # beside GSM8K's notes
         refused(RLT, 0, (), [[*rows, {"question": "1?", "solution": nothing}]], student="somebody")
@@ -144,11 +152,13 @@ def test_lines_have_a_solution_or_gsm8ks_answer() -> None:
 
 def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
     task = RLT(3)
-    for example in (get(i) for get in (task.train, task.held_out) for i in range(200)):
+    for number in range(200):
+        example = task.train(number)
         a, b = example.fields["students_prompt"].strip().split("+")
         solution = example.fields["solution"]
+        assert int(a) + int(b) == int(solution)
+        assert len(solution) == len(a) + 1 == 7
         bits = example.answer.removeprefix("<think>").removesuffix("</think>")
-        assert int(a) + int(b) == int(solution) and len(solution) == len(a) + 1 == 7
         columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
         assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
 
@@ -158,6 +168,8 @@ def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> No
     model = Transformer.from_pretrained(Path(task.student))
     examples = [task.held_out(i) for i in range(60)]
     texts = [[x.answer, "<think>abcdef</think>"] for x in examples]
-    parts = task.score_tokens(batch_of(examples, texts, student(CHESS, model)))
-    assert parts["solved"][:, 0].mean() > 0.9 and parts["unaided"].mean() < 0.6
-    assert parts["solved"][:, 1].mean() < 0.7
+    scores = task.score_tokens(batch_of(examples, texts, student(CHESS, model)))
+    with_carries, with_junk = scores["solved"].mean(0)
+    assert with_carries > 0.9
+    assert with_junk < 0.7
+    assert scores["unaided"].mean() < 0.6

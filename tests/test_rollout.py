@@ -3,18 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from minigrpo.advantages import advantages, overlong_punishment, shuffled
+from minigrpo.advantages import advantages, decoupled, overlong_punishment, shuffled
 from minigrpo.metrics import rollout_metrics
-from minigrpo.model.packing import PACKINGS
-from minigrpo.types import Example, RewardTable
+from minigrpo.model import packing
+from minigrpo.model.packing import Packing, pack
+from minigrpo.types import Completions, Example, RewardTable
 
-from .steps import make_trainer
+from .steps import make_completions, make_trainer
 
 
 def test_overlong_punishment_is_dapos() -> None:
@@ -29,45 +31,50 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     for overlong in ("keep", "mask", "punish"):
         trainer = make_trainer(tmp_path / overlong, overlong=overlong, scale="none", kl_coef=0.0)
         batches[overlong] = trainer.source.batch(0)
-        stops = trainer.tokenizer.stops
-        assert np.isfinite(trainer.learner.learn(batches[overlong], 0)["loss"])
-    keep, mask, punish = batches["keep"], batches["mask"], batches["punish"]
+    keep, mask, punish = batches.values()
     assert keep.texts == mask.texts == punish.texts
-    ended = keep.completions.ended(stops)
+    completions = keep.completions
+    ended = completions.ended
     assert 0 < ended.sum() < ended.numel()
-    assert keep.loss_mask is None and mask.loss_mask is not None
+
+    assert keep.loss_mask is None
     assert torch.equal(mask.loss_mask, ended)
-    alive, _ = trainer.learner.prepare(replace(mask, ref_logp=torch.zeros(ended.shape)))
+    alive, _ = trainer.learner.prepare(replace(mask, reference_logp=torch.zeros(ended.shape)))
     counted = alive.completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
-    assert torch.equal(counted[ended], keep.completions.completion_mask[ended])
+    assert torch.equal(counted[ended], completions.completion_mask[ended])
+
     assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
-    lengths = keep.completions.completion_mask.sum(-1)
-    total = torch.from_numpy(keep.rewards.total) + overlong_punishment(lengths, 12)
+    punishment = overlong_punishment(completions.completion_len, 12)
+    total = torch.from_numpy(keep.rewards.total) + punishment
     centred = total - total.mean(1, keepdim=True)
     assert_close(punish.advantages, centred, check_dtype=False)
-    clipped = rollout_metrics(mask, stops)["completions/clipped_ratio"]
-    assert clipped.mean() == pytest.approx(1 - float(ended.double().mean()))
 
 
 @pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out"])
 @pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -> None:
-    groups = [[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [0.3] * 4, [0.3, 0.3, 0.3, 0.3 + 1e-9]]
-    assert groups[0][0] != groups[0][1]
-    total = np.array(groups)
-    assert RewardTable(total, {}).zero_variance.tolist() == [True, True, False]
+    total = np.array(
+        [
+            [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2],
+            [0.3, 0.3, 0.3, 0.3],
+            [0.3, 0.3, 0.3, 0.3 + 1e-9],
+        ]
+    )
+    assert total[0, 0] != total[0, 1]
+    table = RewardTable(total, np.ones(total.shape, dtype=bool), {})
+    assert table.zero_variance.tolist() == [True, True, False]
     found = advantages(torch.from_numpy(total), estimator=estimator, scale=scale)
     assert found.any(-1).tolist() == [False, False, True]
 
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
-    reference, batch = trainer.reference.model, trainer.source.batch(0)
-    packing = PACKINGS["repeated"](batch.completions)
+    batch = trainer.source.batch(0)
+    repeated = Packing.of(pack(batch.completions, "repeated"))
     for temperature, same in ((0.6, True), (1.0, False)):
-        expected = reference(packing, temperature)[0]
-        assert torch.allclose(batch.ref_logp, expected, rtol=1e-9, atol=1e-11) == same
+        expected, _ = trainer.reference.model(repeated, temperature)
+        assert torch.allclose(batch.reference_logp, expected, rtol=1e-9, atol=1e-11) == same
 
 
 def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
@@ -75,19 +82,39 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     options = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
     batch = trainer.source.batch(0)
-    c, learner = batch.completions, trainer.learner
-    logp, _ = learner.forward(learner.pack(batch))
-    weights = (logp.detach() - c.behavior_logp).exp().clamp(max=2.0)
-    mask = c.completion_mask
-    kept = c.log_kept_mass.exp()[mask]
+    completions = batch.completions
+    mask = completions.completion_mask
+    logp, _ = trainer.learner.forward(replace(batch, packed=pack(completions)))
+    weights = (logp.detach() - completions.truncated_sampler_logp).exp().clamp(max=2.0)
+    kept = completions.log_kept_mass.exp()[mask]
     assert kept.mean() < 0.5
     assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+
+
+def test_a_step_packs_each_prompt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the reference, the teacher, the old log-probs and both inner iterations."""
+    count = Mock(wraps=packing.pack_prompt)
+    monkeypatch.setattr(packing, "pack_prompt", count)
+    options = {"kl_coef": 0.1, "teacher": "self", "num_iterations": 2, "micro_batch_size": 4}
+    make_trainer(tmp_path / "run", **options).one_step()
+    assert count.call_count == 6
+
+
+def test_batches_that_do_not_fit_are_not_joined() -> None:
+    first = make_completions(0)
+    wide = replace(make_completions(1, length=11), sampler_logp=torch.ones(3, 4, 11))
+    joined = Completions.join([replace(first, sampler_logp=torch.zeros(3, 4, 9)), wide])
+    assert joined.sampler_logp.shape == joined.completion_ids.shape == (6, 4, 11)
+    assert torch.equal(joined.select([4]).completion_mask, wide.completion_mask[1:2])
+    for a, b in ((first, wide), (wide, first), (first, make_completions(0, samples=5))):
+        with pytest.raises((AttributeError, RuntimeError, TypeError)):
+            Completions.join([a, b])
 
 
 def test_the_same_prompts_are_sampled_anew_in_each_step_and_with_each_seed(tmp_path: Path) -> None:
     trainers = [make_trainer(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     trainers[1].model.load_state_dict(trainers[0].model.state_dict())
-    examples = [trainers[0].task.train(i) for i in range(3)]
+    examples = [trainers[0].job.task.train(i) for i in range(3)]
 
     def texts(number: int, step: int) -> Any:
         return trainers[number].source.roll_out(examples, step).texts
@@ -120,7 +147,8 @@ def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.Mon
         """0 for the groups at places 1 and 3, and for the second of those that replace them."""
         asked.append(len(examples))
         table = score(examples, *others)
-        table.total[{1: [1, 3], 2: [1], 3: [0]}[len(asked)]] = 0.0
+        dead = [[1, 3], [1], [0]][len(asked) - 1]
+        table.total[dead] = 0.0
         return table
 
     monkeypatch.setattr(trainer.scorer, "score", doctored)
@@ -128,11 +156,11 @@ def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
     assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8
     for p in (0, 2, 4, 5):
-        assert batch.examples[p] == plain.examples[p] and batch.texts[p] == plain.texts[p]
+        assert batch.examples[p] == plain.examples[p]
+        assert batch.texts[p] == plain.texts[p]
         assert (batch.rewards.total[p] == plain.rewards.total[p]).all()
-    assert batch.advantages[1].any()
-    assert not batch.advantages[3].any()
-    metrics = rollout_metrics(batch, trainer.tokenizer.stops)
+    assert batch.advantages.any(1).tolist() == [True, True, True, False, True, True]
+    metrics = rollout_metrics(batch)
     assert metrics["frac_reward_zero_std"].tolist() == [0, 0, 0, 1, 0, 0]
     assert metrics["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
     assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
@@ -151,17 +179,18 @@ def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
 
 
 def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) -> None:
-    options = {"reward_weights": {"similarity": 1.0, "length": -0.5}, "overlong": "punish"}
-    (tmp_path / "length.py").write_text(
-        "import minigrpo\n@minigrpo.reward\ndef length(example, text):\n    return len(text)\n"
-    )
-    options |= {"rewards": str(tmp_path / "length.py"), "aggregate": "normalize-then-sum"}
-    batch = make_trainer(tmp_path / "run", **options).source.batch(0)
-    total = overlong_punishment(batch.completions.completion_len, 12).double()
-    for name, weight in (("similarity", 1.0), ("length", -0.5)):
-        part = torch.from_numpy(batch.rewards.parts[name])
-        assert part.std(-1).min() > 0
-        centred = part - part.mean(-1, keepdim=True)
-        total += weight * centred / (part.std(-1, keepdim=True) + 1e-4)
-    expected = (total - total.mean(-1, keepdim=True)) / (total.std() + 1e-4)
+    """`test_decoupled_advantages_are_those_of_trl` has the sum."""
+    file = tmp_path / "length.py"
+    file.write_text("import minigrpo\n@minigrpo.reward\ndef length(_, text): return len(text)\n")
+    reward_weights = {"similarity": 1.0, "length": -0.5}
+    batch = make_trainer(
+        tmp_path / "run",
+        rewards=str(file),
+        reward_weights=reward_weights,
+        aggregate="normalize-then-sum",
+        overlong="punish",
+    ).source.batch(0)
+    total = decoupled(batch.rewards.scores, reward_weights)
+    total += overlong_punishment(batch.completions.completion_len, 12)
+    expected = advantages(total, scale="batch")
     assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)

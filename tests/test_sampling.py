@@ -1,6 +1,5 @@
 """Sampling: every token is that of a loop without cache, batch or drafts, which is written here."""
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,19 +15,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from minigrpo import Config
-from minigrpo.config import SamplingConfig
-from minigrpo.evaluate import complete
 from minigrpo.model.families import FAMILIES
-from minigrpo.model.packing import PACKINGS
-from minigrpo.model.tokenizer import load_tokenizer
+from minigrpo.model.packing import Packing, pack
 from minigrpo.model.transformer import ModelShape, Transformer
-from minigrpo.runtime.rng import uniforms
-from minigrpo.sampling import generate as sampling
+from minigrpo.rng import uniforms
 from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation
-from minigrpo.sampling.pick import pick_token, truncate
+from minigrpo.sampling.pick import PLAIN, Distribution, pick_token, truncate
 from minigrpo.sampling.sampler import Sampler
+from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Completions, Example
 
 from .steps import EOS, SHAPES, VOCAB, make_completions
@@ -38,43 +34,63 @@ from .tiny import tiny_tokenizer_folder
 LENGTH = 12
 
 
-def generate(model: Transformer, ids: Tensor, *args: Any, **options: Any) -> Completions:
-    plain = {"u": None, "drafts": None, "answers": None, "sampling": sampling.PLAIN}
-    plain |= {"num_samples": 1, "num_speculative_tokens": 4, "work": Counter()}
-    options["prompts_at_once"] = options.get("prompts_at_once") or len(ids)  # 0: all
-    return Generation(model, ids, *args, **plain | options).run()
+def begin(model: Transformer, ids: Tensor, *args: Any, **changes: Any) -> Generation:
+    options = {
+        "uniforms": None,
+        "drafts": None,
+        "dialogues": None,
+        "distribution": PLAIN,
+        "num_samples": 1,
+        "num_speculative_tokens": 4,
+        **changes,
+    }
+    options["prompts_at_once"] = changes.get("prompts_at_once") or len(ids)  # 0: all
+    return Generation(model, ids, *args, **options)
 
 
-def naive_truncation(p: list[float], params: SamplingConfig) -> dict[int, float]:
+def generate(*args: Any, **options: Any) -> Completions:
+    return begin(*args, **options).run()
+
+
+def naive_truncation(p: list[float], params: Distribution) -> dict[int, float]:
     """The tokens that remain and their probabilities: sort, then top-k, top-p, min-p in turn."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
-    total, kept, mass = sum(p[i] for i in order), [], 0.0
+    total = sum(p[i] for i in order)
+    kept = []
+    mass = 0.0
     for i in order:
         kept.append(i)
         mass += p[i] / total
         if mass >= params.top_p:
             break
     kept = [i for i in kept if p[i] >= params.min_p * p[order[0]]]
-    return {i: p[i] / sum(p[j] for j in kept) for i in kept}
+    total = sum(p[i] for i in kept)
+    return {i: p[i] / total for i in kept}
+
+
+def naive_pick(remaining: dict[int, float], u: float) -> int:
+    """The first token whose CDF is above u."""
+    mass = 0.0
+    for token in sorted(remaining):
+        mass += remaining[token]
+        if mass > u:
+            break
+    return token
 
 
 def naive_completion(
-    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: SamplingConfig
+    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: Distribution
 ) -> list[tuple[int, float, float]]:
     """Token, log-prob and log of the kept mass at each position, one forward per token."""
+    ids = [*prompt]
     found = []
-    while len(found) < LENGTH and not (found and found[-1][0] in stops):
-        ids = prompt + [token for token, _, _ in found]
+    while len(found) < LENGTH and not (found and ids[-1] in stops):
         p = (model.logits(torch.tensor([ids]))[0, -1] / params.temperature).softmax(-1)
         remaining = naive_truncation(p.tolist(), params)
-        token, mass = int(p.argmax()), 0.0
-        if u is not None:
-            for token in sorted(remaining):  # the first whose CDF is above u
-                mass += remaining[token]
-                if mass > float(u[len(found)]):
-                    break
+        token = int(p.argmax()) if u is None else naive_pick(remaining, float(u[len(found)]))
         kept = sum(float(p[i]) for i in remaining)
         found.append((token, float(p[token].log()), float(np.log(kept))))
+        ids.append(token)
     return found
 
 
@@ -88,11 +104,12 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
     def draw(*choices: Any) -> Any:
         return data.draw(st.sampled_from(choices))
 
+    # 1. The model, the prompts and the settings.
     seed, samples = draw(0, 1, 2), draw(1, 2, 5)
     model = Transformer(SHAPES[shape], seed=seed).double()
     model.head_weight.mul_(draw(1, 6, 20))  # the surer, the more completions are alike
     prompts = make_completions(seed, prompts=4)
-    params = SamplingConfig(
+    params = Distribution(
         temperature=draw(1.0, 0.6),
         top_k=draw(0, 1, 5, 10**6),
         top_p=draw(1.0, 0.9, 0.6),
@@ -101,16 +118,16 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
     stops = draw(set(), {EOS}, {EOS, 3, 5, 7})
     u = torch.from_numpy(uniforms(seed, "test", 0, np.arange(4), samples, LENGTH))
     u = draw(u, None)
-    lengths = prompts.prompt_len.tolist()
-    expected = [
-        [
-            naive_completion(model, row[:n].tolist(), None if u is None else u[p, g], stops, params)
-            for g in range(samples)
-        ]
-        for p, (row, n) in enumerate(zip(prompts.prompt_ids, lengths, strict=True))
-    ]
-    # drafts that are right in part: a sample of each prompt, with tokens changed and left out
-    texts = [[token for token, _, _ in group[0]] for group in expected]
+
+    # 2. What is expected.
+    expected = {}
+    for p, g in np.ndindex(4, samples):
+        prompt = prompts.prompt_ids[p, : prompts.prompt_len[p]].tolist()
+        numbers = None if u is None else u[p, g]
+        expected[p, g] = naive_completion(model, prompt, numbers, stops, params)
+
+    # 3. Drafts that are right in part: a sample of each prompt, with tokens changed and left out.
+    texts = [[token for token, _, _ in expected[p, 0]] for p in range(4)]
     drafts = torch.tensor([(text + [0] * LENGTH)[:LENGTH] for text in texts])
     changed = torch.from_numpy(np.random.default_rng(seed).random(drafts.shape)) < draw(0, 0.2, 1)
     drafts = torch.where(changed, draw(0, 5, EOS), drafts)
@@ -124,20 +141,21 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
         max_new_tokens=LENGTH,
         num_samples=samples,
         prompts_at_once=draw(0, 1, 3),
-        u=u,
-        sampling=params,
+        uniforms=u,
+        distribution=params,
         drafts=draw(drafts, None),
         num_speculative_tokens=draw(0, 1, 4, 20),
     )
-    plain = SamplingConfig(temperature=params.temperature)
+    plain = Distribution(temperature=params.temperature)
     assert (found.log_kept_mass is None) == (params == plain)
     tables = [found.completion_ids, found.sampler_logp]
     if found.log_kept_mass is not None:
         tables.append(found.log_kept_mass)
-    for p, g in np.ndindex(4, samples):
+    for (p, g), rows in expected.items():
         n = int(found.completion_mask[p, g].sum())
-        assert found.completion_mask[p, g, :n].all() and n == len(expected[p][g])
-        for table, right in zip(tables, zip(*expected[p][g], strict=True), strict=False):
+        assert n == len(rows)
+        assert found.completion_mask[p, g, :n].all()
+        for table, right in zip(tables, zip(*rows, strict=True), strict=False):
             assert table[p, g, :n].tolist() == pytest.approx(list(right), abs=1e-6)
             assert not table[p, g, n:].any()
 
@@ -145,13 +163,19 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_decoded_as_by_the_naive_loop(family: str) -> None:
-    model, prompts = varied(family), make_completions(0, width=12)
-    drafts = torch.arange(60).view(3, 20) % VOCAB
-    more = {"stops": [EOS], "max_new_tokens": LENGTH, "drafts": drafts}
-    found = generate(model, prompts.prompt_ids, prompts.prompt_len, **more)
+    model = varied(family)
+    prompts = make_completions(0, width=12)
+    found = generate(
+        model,
+        prompts.prompt_ids,
+        prompts.prompt_len,
+        stops=[EOS],
+        max_new_tokens=LENGTH,
+        drafts=torch.arange(60).view(3, 20) % VOCAB,
+    )
     for p, length in enumerate(prompts.prompt_len):
         prompt = prompts.prompt_ids[p, :length].tolist()
-        expected = naive_completion(model, prompt, None, {EOS}, sampling.PLAIN)
+        expected = naive_completion(model, prompt, None, {EOS}, PLAIN)
         tokens, logp, _ = zip(*expected, strict=True)
         assert found.completion_ids[p, 0, : len(tokens)].tolist() == [*tokens]
         assert found.sampler_logp[p, 0, : len(logp)].tolist() == pytest.approx(logp, abs=1e-6)
@@ -162,33 +186,34 @@ def test_every_family_is_decoded_as_by_the_naive_loop(family: str) -> None:
 def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> None:
     model = Transformer(SHAPES["grouped-query"], seed=1).to(device)
     prompts = make_completions(0, prompts=6)
-    u = torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH))
-    options = {"stops": [EOS], "max_new_tokens": LENGTH, "num_samples": 3, "u": u}
-    params = SamplingConfig(temperature=0.8, top_k=6)
-    ids, lengths = prompts.prompt_ids, prompts.prompt_len
-    sampled = generate(model, ids, lengths, sampling=params, prompts_at_once=4, **options)
-    for pack in PACKINGS.values():
-        packing = pack(sampled.to("cpu"), device)
-        logp, _ = model(packing, 0.8)
+    sampled = generate(
+        model,
+        prompts.prompt_ids,
+        prompts.prompt_len,
+        stops=[EOS],
+        max_new_tokens=LENGTH,
+        num_samples=3,
+        uniforms=torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)),
+        distribution=Distribution(temperature=0.8, top_k=6),
+        prompts_at_once=4,
+    )
+    for name in ("repeated", "prefix-tree"):
+        logp, _ = model(Packing.of(pack(sampled.to("cpu"), name), device), 0.8)
         assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
     kept = sampled.log_kept_mass[sampled.completion_mask]
     assert -3 < kept.min() < kept.max() < 0
 
 
-# --- how a token is picked ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("p", "params", "kept"),
     [
-        ([0.4, 0.2, 0.2, 0.1, 0.1], {"min_p": 0.45}, [0, 1, 2]),
-        ([0.4, 0.4, 0.2], {"min_p": 1.0}, [0, 1]),  # ties
+        ([0.4, 0.4, 0.2], {"min_p": 1.0}, [0, 1]),
         ([0.4, 0.3, 0.3], {"top_k": 2}, [0, 1, 2]),
         ([0.5, 0.25, 0.25], {"top_p": 0.5}, [0]),  # the mass just reaches top_p
     ],
 )
 def test_tied_tokens_are_kept(p: list[float], params: dict[str, Any], kept: list[int]) -> None:
-    left = truncate(torch.tensor(p, dtype=torch.float64).log(), SamplingConfig(**params))
+    left = truncate(torch.tensor(p, dtype=torch.float64).log(), Distribution(**params))
     assert left.isfinite().nonzero()[:, 0].tolist() == kept
 
 
@@ -201,25 +226,24 @@ def test_uniforms_at_both_ends_of_the_interval_pick_tokens_of_positive_probabili
 
 
 def test_uniforms_belong_to_the_prompt_and_the_sample() -> None:
-    a = uniforms(0, "sample", 3, np.array([7, 9]), 4, 6)
-    b = uniforms(0, "sample", 3, np.array([9]), 2, 12)
-    assert np.array_equal(a[1, :2], b[0, :, :6])
-    assert len(np.unique(a)) == a.size
-    keys = [(1, "sample", 3), (0, "evaluate", 3), (0, "sample", 4)]
-    others = [uniforms(*key, np.array([7]), 4, 6) for key in keys]
-    assert all(not np.array_equal(a[:1], other) for other in others)
-
-
-# --- the sampler ----------------------------------------------------------------------------------
+    of_two = uniforms(0, "sample", 3, np.array([7, 9]), 4, 6)
+    of_one = uniforms(0, "sample", 3, np.array([9]), 2, 12)
+    assert np.array_equal(of_two[1, :2], of_one[0, :, :6])
+    assert len(np.unique(of_two)) == of_two.size
+    for key in ((1, "sample", 3), (0, "evaluate", 3), (0, "sample", 4)):
+        assert not np.array_equal(uniforms(*key, np.array([7, 9]), 4, 6), of_two)
 
 
 class Letters:
     """A tokenizer of the letters a to k; the last token ends a text."""
 
-    name, chat, eot, turn_end, stops, prefix = "letters", None, EOS, EOS, frozenset({EOS}), ()
-    longest_token = 1
+    name = "letters"
+    chat = None
+    eot = turn_end = EOS
+    stops = frozenset({EOS})
+    prefix = ()
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
     def decode(self, ids: list[int]) -> str:
@@ -227,37 +251,46 @@ class Letters:
 
 
 EXAMPLES = [
-    Example(prompt, answer, i)
-    for i, (prompt, answer) in enumerate([("abc", "aabb"), ("d", "c"), ("jih", "bbb"), ("ab", "k")])
+    Example("abc", "aabb", index=0),
+    Example("d", "c", index=1),
+    Example("jih", "bbb", index=2),
+    Example("ab", "k", index=3),
 ]
 
 
 def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
-    settings = {"max_new_tokens": LENGTH, **settings}
+    config = Config.of(**{"max_new_tokens": LENGTH, **settings})
     with torch.no_grad():
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
     others = {"autocast": nullcontext, "warn": print, "speculate": speculate}
-    return Sampler(Config.of(**settings), model, Letters(), **others)
+    return Sampler(config, model, Letters(), **others)
 
 
 def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
-    u = uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH)
-    options = {"sampling": sampling.PLAIN, "batch_size": batch_size}
-    return sampler.complete(EXAMPLES, num_samples=3, u=u, **options)[0]
+    sampled = sampler.complete(
+        EXAMPLES,
+        num_samples=3,
+        uniforms=uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH),
+        distribution=PLAIN,
+        batch_size=batch_size,
+    )
+    return sampled.completions
 
 
-def test_a_sampler_speculates_only_if_told(rounds: list[tuple[int, int, int]]) -> None:
-    plain = make_sampler()
-    whole = completed(plain)
-    for speculate, speculated, window in ((True, 3, 4), (True, 0, 1), (False, 3, 1)):
-        rounds.clear()
-        sampler = make_sampler(speculate=speculate, num_speculative_tokens=speculated)
-        found = completed(sampler, batch_size=3)
-        assert torch.equal(found.completion_ids, whole.completion_ids)
-        assert torch.equal(found.completion_mask, whole.completion_mask)
-        assert {tokens for _, tokens, _ in rounds} == {window}
-    assert complete(plain, EXAMPLES)[0].completion_ids.shape[:2] == (4, 1)
+@pytest.mark.parametrize(
+    ("speculate", "num_speculative_tokens", "width"), [(True, 3, 4), (True, 0, 1), (False, 3, 1)]
+)
+def test_a_sampler_speculates_only_if_told(
+    speculate: bool, num_speculative_tokens: int, width: int, rounds: list[tuple[int, int, int]]
+) -> None:
+    whole = completed(make_sampler())
+    rounds.clear()
+    settings = {"speculate": speculate, "num_speculative_tokens": num_speculative_tokens}
+    found = completed(make_sampler(**settings), batch_size=3)
+    assert torch.equal(found.completion_ids, whole.completion_ids)
+    assert torch.equal(found.completion_mask, whole.completion_mask)
+    assert {tokens for _, tokens, _ in rounds} == {width}
 
 
 @pytest.mark.parametrize("family", ["qwen", "mistral", "chess"])
@@ -269,32 +302,44 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
     with torch.no_grad():
         model = Transformer(ModelShape(tokenizer.n_vocab, 80, 1, 16, 2), seed=1).double()
         model.head_weight.mul_(30)
-    size, n = 32, 6
-    u = uniforms(0, "test", 0, np.arange(n), 3, size)
+    size = 32
 
     def completed(answers: Sequence[str], stop: list[str]) -> Completions:
         config = Config.of(max_new_tokens=size, stop=stop)
         options = {"autocast": nullcontext, "warn": print, "speculate": drafts}
         sampler = Sampler(config, model, tokenizer, **options)
-        examples = [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)]
-        options = {"num_samples": 3, "u": u, "sampling": sampling.PLAIN, "batch_size": 4}
-        return sampler.complete(examples, **options)[0]
+        sampled = sampler.complete(
+            [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)],
+            num_samples=3,
+            uniforms=uniforms(0, "test", 0, np.arange(6), 3, size),
+            distribution=PLAIN,
+            batch_size=4,
+        )
+        return sampled.completions
 
-    before = tokenizer.encode("a")
-    whole = completed([""] * n, [])
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.text_of([*tokenizer.encode("a"), *ids])[1:]
+
+    # 1. Without stop texts; these are pieces of what is said.
+    whole = completed([""] * 6, [])
     rows = [row[mask].tolist() for row, mask in zip(*rows_of(whole), strict=True)]
-    texts = [tokenizer.text_of([*before, *row])[1:] for row in rows]
-    stop = [piece for text in texts[::5] if "\ufffd" not in (piece := text[12:15])]
+    pieces = [text_of(row)[12:15] for row in rows[::5]]
+    stop = [piece for piece in pieces if "\ufffd" not in piece]
+    assert stop
+
+    # 2. With them.
     cut = completed([tokenizer.decode(row) for row in rows[::3]], stop)
-    ended = cut.ended(tokenizer.stops).flatten().tolist()
+    ended = cut.ended.flatten().tolist()
     lengths = []
     for row, ids, mask, is_ended in zip(rows, *rows_of(cut), ended, strict=True):
-        shown = [tokenizer.text_of([*before, *row[: k + 1]])[1:] for k in range(len(row))]
-        stops = [k + 1 for k, text in enumerate(shown) if any(map(text.__contains__, stop))]
-        lengths.append(stops[0] if stops else len(row))
-        assert ids[mask].tolist() == row[: lengths[-1]] and not ids[lengths[-1] :].any()
+        shown = [text_of(row[: k + 1]) for k in range(len(row))]
+        stops = [k + 1 for k, text in enumerate(shown) if any(x in text for x in stop)]
+        length = stops[0] if stops else len(row)
+        lengths.append(length)
+        assert ids[mask].tolist() == row[:length]
+        assert not ids[length:].any()
         assert is_ended == bool(stops or row[-1] in tokenizer.stops)
-    assert min(lengths) < size and max(lengths) == size and stop
+    assert min(lengths) < size == max(lengths)
     width = cut.completion_ids.shape[-1]
     logp = torch.where(cut.completion_mask, whole.sampler_logp[..., :width], 0)
     assert_close(cut.sampler_logp, logp, rtol=0, atol=1e-5)
@@ -328,14 +373,19 @@ def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.Monke
     model = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2))
     generation = Mock(wraps=Generation)
     monkeypatch.setattr(sampler_module, "Generation", generation)
-    autocast = [lambda: torch.autocast("cpu", torch.bfloat16)]
-    config = Config.of(max_new_tokens=LENGTH, use_amp=True)
-    sampler = Sampler(config, model, Letters(), autocast=lambda: autocast[-1](), warn=print)
+    enabled = True
+    sampler = Sampler(
+        Config.of(max_new_tokens=LENGTH, use_amp=True),
+        model,
+        Letters(),
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        warn=print,
+    )
     completed(sampler)
     used = generation.call_args.args[0]
     assert used is sampler.low_precision is not model
-    pairs = zip(used.parameters(), model.parameters(), strict=True)
-    assert all(a is b for a, b in pairs)
-    autocast.append(lambda: torch.autocast("cpu", enabled=False))  # as after a fallback to float32
+    for a, b in zip(used.parameters(), model.parameters(), strict=True):
+        assert a is b
+    enabled = False  # as after a fallback to float32
     completed(sampler)
     assert generation.call_args.args[0] is model

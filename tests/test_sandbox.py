@@ -5,187 +5,29 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minigrpo.sandbox import client, run_tests
 from minigrpo.sandbox.worker import frame, receive
 
-from .tiny import descendants, wait_until
+from .tiny import ROOT, descendants, wait_until
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
-
-# Programs that models write by accident, or that reinforcement finds. None of them solves the
-# tests; each tries to pass, to stay, to reach outside, or to never end. `OUTSIDE` is the path of a
-# folder that it must not change.
+PROGRAMS = tomllib.loads((ROOT / "tests/programs/sandbox.toml").read_text("utf-8"))
 TESTS = ["assert f(1) == 2", "assert f(2) == 3", "assert not f(-1)"]
 RIGHT = "def f(x): return x + 1"
 HOSTILE = {
-    "exit": "import os\ndef f(x): return x + 1\nos._exit(0)",
-    "SystemExit": "import sys\ndef f(x): return x + 1\nsys.exit(0)",
-    "memory": "a = 'y' * 10**12",
-    "large text": "def f(x): return 'y' * 10**7",
-    "fills the disk": "for i in range(10**6): open(str(i), 'w').write('y' * 10**6)",
-    "patched assert": "import builtins as b\nb.AssertionError = SystemExit\ndef f(x): assert False",
-    "equals everything": """
-class Equal:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __bool__(self): raise SystemExit
-def f(x): return Equal()
-""",
-    "a number that equals everything": """
-class Equal(int):
-    def __eq__(self, other): return True
-    def __index__(self): return 2
-    def __int__(self): return 4
-    __hash__ = int.__hash__
-def f(x): return Equal(7)
-""",
-    "patched builtins": """
-import builtins
-for name in ('all', 'any', 'isinstance', 'type', 'len', 'set', 'repr', 'compile', 'exec', 'eval'):
-    setattr(builtins, name, lambda *a, **k: True)
-def f(x): return 7
-""",
-    "patched json": "import json\njson.dumps = lambda *a, **k: '[2]'\ndef f(x): return 7",
-    "forgets the modules": "import sys\nsys.modules.clear()\ndef f(x): return 7",
-    "answers without the key": """
-import os
-for answer in ('null', '2', '3', 'null'):  # the program, and TESTS
-    for fd in range(64):
-        try: os.write(fd, f'[{answer}]\\n'.encode() * 2)
-        except OSError: pass
-def f(x): return 7
-""",
-    "closes every descriptor": "import os\nos.closerange(0, 256)\ndef f(x): return x + 1",
-    "stdin": "def f(x): return int(input()) + 1",
-    "looks for the tests": """
-import gc, sys
-frame, texts = sys._getframe(), []
-while frame:
-    texts += [repr(value) for value in frame.f_locals.values()]
-    frame = frame.f_back
-texts += [x for x in gc.get_objects() if isinstance(x, str)]
-found = any('== 2' in x and 'assert f(' in x for x in texts)
-def f(x): return x + 1 if found else 7
-""",
-    "looks for the last answer": """
-import sys
-import time
-frame, found = sys._getframe(), False
-while frame:
-    found = found or any(x in (3, [3], b'[3]\\n') for x in frame.f_locals.values())
-    frame = frame.f_back
-def f(x): return x + 1 if found else 7
-""",
-    "reads the memory": "open('/proc/self/mem', 'r+b')",
-    "endless generator": "def f(x):\n    while True: yield x",
-    "nested list": "a = []\nfor _ in range(10**5): a = [a]\ndef f(x): return a",
+    **PROGRAMS["hostile"],
     "brackets": "f = " + "(" * 50_000 + ")" * 50_000,
-    "recursion": "def f(x): return f(x)",
-    "zero byte": "def f(x): return x + 1\n\0",
     "lone surrogate": "f = '\ud800'",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)\ndef f(x): return 7",
-    "forks": "import os\nos.fork()\ndef f(x): return x + 1",
-    "daemon": "import os\nif os.fork() == 0: os.setsid()\nwhile True: pass",
-    "command": "import subprocess\nsubprocess.Popen(['sleep', '7531'], start_new_session=True)",
-    "C code": "import ctypes\nctypes.string_at(0)",
-    "network": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
-    "writes outside": "open('OUTSIDE/kept', 'w').write('y')",
-    "spawns": "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
-    "writes through a link": "import os\nos.symlink('OUTSIDE/kept', 'a')\nopen('a', 'w')",
-    "removes": "import os\nos.remove('OUTSIDE/kept')",
-    "renames": "import os\nos.rename('OUTSIDE/kept', 'OUTSIDE/other')",
-    "makes a pipe": "import os\nos.mkfifo('OUTSIDE/pipe')",
-    "changes rights": "import os\nos.chmod('OUTSIDE/kept', 0)",
-    "database": "import sqlite3\nsqlite3.connect('OUTSIDE/base').execute('create table a (b)')",
-    "walks the disk": """
-import os
-found = [os.path.join(a, x) for a, _, files in os.walk('/') for x in files]
-texts = [open(x, errors='replace').read() for x in found + ['OUTSIDE/kept', 'OUTSIDE/../kept']]
-def f(x): return x + 1
-""",
 }
-# Statements that raise no event for an audit hook: they run in another interpreter, or in C. Where
-# one of them succeeds, the program solves the tests.
-IN_ANOTHER_INTERPRETER = """
-try:
-    import _interpreters
-    interpreter, run = _interpreters.create('legacy'), _interpreters.exec
-except ImportError:
-    import _xxsubinterpreters as _interpreters
-    interpreter, run = _interpreters.create(isolated=False), _interpreters.run_string
-if run(interpreter, STATEMENTS) is not None: raise OSError
-def f(x): return x + 1
-"""
 SHARED = Path("/dev/shm/minigrpo-test")
-PAST_THE_HOOK = {
-    "writes": "open('OUTSIDE/kept', 'w')",
-    "reads": "open('OUTSIDE/kept').read()",
-    "lists": "import os; os.listdir('OUTSIDE')",
-    "removes": "import os; os.remove('OUTSIDE/kept')",
-    "empties": "import os; os.truncate('OUTSIDE/kept', 0)",
-    "changes rights": "import os; os.chmod('OUTSIDE/kept', 0)",
-    "makes a pipe": "import os; os.mkfifo('OUTSIDE/pipe')",
-    "kills its parent": "import os; os.kill(os.getppid(), 9)",
-    "limits its parent": "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_CPU, (0, 0))",
-    "slows its parent": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
-    "signals by a descriptor": "import fcntl, os; fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())",
-    "reads its parent's memory": "import os; open(f'/proc/{os.getppid()}/mem', 'rb')",
-    "traces its parent": "import ctypes, os; 1 / (1 + ctypes.CDLL(None).ptrace(16, os.getppid()))",
-    "forks": "import os; os.fork()",
-    "command": "import os; os.posix_spawn('/bin/sleep', ['sleep', '7531'], {})",
-    "socket": "import socket; socket.socket()",
-    "datagrams": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
-    "pair of sockets": "import socket; socket.socketpair()",
-    "file in memory": "import os; os.memfd_create('y')",
-    "shared memory": f"import _posixshmem; _posixshmem.shm_open('/{SHARED.name}', 66, 0o600)",
-    "System V's": "import ctypes; 1 / (1 + ctypes.CDLL(None).shmget(0, 9, 0o600))",
-    "queue": "import ctypes; 1 / (1 + ctypes.CDLL(None).mq_open(b'/y', 66, 0o600, None))",
-}
-IN_C = (
-    "import readline; readline.read_init_file('OUTSIDE/kept')\ndef f(x): return x + 1",
-    f"import _posixshmem; _posixshmem.shm_open('/{SHARED.name}', 66, 0o600)\n{RIGHT}",
-)
-ENDLESS = {
-    "loop": "while True: pass",
-    "ignores signals": """
-import signal
-for number in range(1, 65):
-    try: signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-while True: pass
-""",
-    "sleep": "import time\ndef f(x): time.sleep(1000)",
-    "output": "while True: print('y' * 100_000)",
-    "memory, caught": """
-a = []
-while True:
-    try:
-        while True: a.append(' ' * 10**6)
-    except MemoryError: pass
-""",
-    "fork bomb": """
-import os
-while True:
-    try: os.fork()
-    except BaseException: pass
-""",
-    "threads": """
-import threading
-def run():
-    while True: pass
-for _ in range(100):
-    try: threading.Thread(target=run).start()
-    except RuntimeError: break
-def f(x): threading.Event().wait()
-""",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +69,8 @@ def check_hostile(code: str, outside: Path, timeout_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "timeout_s"), [(HOSTILE, 5.0), pytest.param(ENDLESS, 0.3, marks=pytest.mark.slow)]
+    ("codes", "timeout_s"),
+    [(HOSTILE, 5.0), pytest.param(PROGRAMS["endless"], 0.3, marks=pytest.mark.slow)],
 )
 def test_hostile_code_fails_and_leaves_nothing(
     codes: dict[str, str], timeout_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,37 +80,32 @@ def test_hostile_code_fails_and_leaves_nothing(
         check_hostile(code, tmp_path, timeout_s=timeout_s)
 
 
-def in_another_interpreter(statements: str) -> str:
-    return IN_ANOTHER_INTERPRETER.replace("STATEMENTS", repr(statements))
-
-
 def test_the_kernel_stops_what_passes_the_hook(tmp_path: Path) -> None:
+    def in_another_interpreter(statements: str) -> str:
+        code: str = PROGRAMS["in_another_interpreter"]["code"]
+        return code.replace("STATEMENTS", repr(statements))
+
     with warnings.catch_warnings(record=True) as gaps:
         warnings.simplefilter("always")
         assert run_tests(in_another_interpreter(""), TESTS[:2]) == [True, True]
     if gaps:
         pytest.skip(str(gaps[0].message))
-    for code in (*map(in_another_interpreter, PAST_THE_HOOK.values()), *IN_C):
-        check_hostile(code, tmp_path, timeout_s=5.0)
+    past_the_hook = map(in_another_interpreter, PROGRAMS["past_the_hook"].values())
+    for code in (*past_the_hook, *PROGRAMS["in_c"].values()):
+        check_hostile(code.replace("SHARED", SHARED.name), tmp_path, timeout_s=5.0)
         assert not SHARED.exists()
 
 
+def command_of(script: str, *arguments: str) -> dict[str, Any]:
+    """What runs one of the scripts in another process."""
+    command = [sys.executable, "-c", PROGRAMS["scripts"][script], *arguments]
+    return {"args": command, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+
+
 def test_a_kernel_that_takes_no_rules_is_said_once_and_right_code_passes() -> None:
-    script = f"""
-import ctypes
-from minigrpo.sandbox import run_tests
-seccomp = ctypes.CDLL("libseccomp.so.2")
-seccomp.seccomp_init.restype = ctypes.c_void_p
-rules = ctypes.c_void_p(seccomp.seccomp_init(0x7FFF0000))
-for name in (b"landlock_create_ruleset", b"seccomp", b"prctl"):
-    number = seccomp.seccomp_syscall_resolve_name(name)
-    seccomp.seccomp_rule_add_array(rules, 0x50001, number, 0, None)  # not permitted
-assert seccomp.seccomp_load(rules) == 0
-for code in ({RIGHT!r}, {RIGHT!r}, {HOSTILE["forks"]!r}, {HOSTILE["walks the disk"]!r}):
-    print(run_tests(code, {TESTS[:1]}))
-"""
-    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    codes = [RIGHT, RIGHT, HOSTILE["forks"], HOSTILE["walks the disk"]]
+    command = command_of("tests programs without a kernel's rules", *codes)
+    done = subprocess.run(**command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[True]", "[True]", "[False]", "[False]"]
     assert done.stderr.count("Warning") == 1
 
@@ -288,66 +126,11 @@ def test_a_pause_of_the_machine_makes_no_right_program_wrong() -> None:
         assert run_tests(RIGHT, TESTS[:1], timeout_s=0.2) == [True]
 
 
-# --- right code passes ----------------------------------------------------------------------------
-
-PASSING = {  # code, and its tests
-    "values": (
-        "def f(x): return x",
-        *(f"assert f({x}) == {x}" for x in ("None", "True", "1.5", "-1j", "'a\\ud800'", "b'b'")),
-        *(f"assert f({x}) == {x}" for x in ("(1, [2])", "{1: (2,)}", "{3}", "[[], {}]", "2**70")),
-        *("assert f(float('inf')) == float('inf')", "assert f(float('nan')) != f(float('nan'))"),
-        *("assert f(frozenset([(5,)])) == {(5,)}", "assert f({frozenset()}) == {frozenset()}"),
-        "assert f((1, 2)) != [1, 2] and f([1]) != (1,) and f(1) == True",
-        "assert f(5) is not None and f(None) is None and 1 < f(2) < 3 and f(2) in (1, 2)",
-    ),
-    "subclasses and views": (
-        "from collections import *\nf = Counter\ng = namedtuple('G', 'a b')",
-        *("assert f('aab') == {'a': 2, 'b': 1}", "assert g(1, 2) == (1, 2)"),
-        "assert f('ab').keys() == {'a', 'b'}",
-    ),
-    "dates": (
-        "from datetime import *\ndef f(x): return x + timedelta(1)",
-        "assert f(date(2020, 2, 28)) == date(2020, 2, 28) + timedelta(1)",
-    ),
-    "the library on the right": (
-        "import math\ndef f(x): return x ** 0.5",
-        *("assert math.isclose(f(2), 1.4142135, rel_tol=1e-6)", "assert f(4) == math.sqrt(4)"),
-        *("assert set([f(1)]) == set([1.0])", "assert f(9) == sum([1, 2]) and f(9) < max(1, 4)"),
-    ),
-    "functions of the tests": (
-        "def f(g, x): return g(x)",
-        *("assert f(lambda x, y=1: x + y, 2) == 3", "assert f(abs, -1) == 1"),
-    ),
-    "named like a builtin": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
-    "state": (
-        "n = 0\ndef f():\n    global n\n    n += 1\n    return n",
-        *("assert f() == 1", "assert f() == 2", "assert f() == 3 and f() == 4", "assert f() == 5"),
-    ),
-    "the standard library": (
-        "import json, difflib, hashlib, decimal, unicodedata, string, zoneinfo\ndef f(x): return 1",
-        "assert f(0) == 1",
-    ),
-    "threads and C libraries": (
-        "import threading, hashlib, zlib, sqlite3, time\ndef f(x):\n    values = []\n"
-        "    thread = threading.Thread(target=values.append, args=[x])\n    thread.start()\n"
-        "    thread.join()\n    time.sleep(0.001)\n"
-        "    return values, hashlib.sha256(b'').hexdigest()[:4], zlib.crc32(b'y')",
-        "assert f(2) == ([2], 'e3b0', 4225443349)",
-    ),
-    "dataclasses with annotations as texts": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass P:\n    x: int = 3\ndef f(): return P().x",
-        "assert f() == 3",
-    ),
-}
-
-
-def test_right_code_passes() -> None:
-    for name, (code, *tests) in PASSING.items():
-        assert run_tests(code, tests) == [True] * len(tests), name
-
-
-# --- only right values pass -----------------------------------------------------------------------
+@pytest.mark.parametrize("name", PROGRAMS["passing"])
+def test_right_code_passes(name: str) -> None:
+    program = PROGRAMS["passing"][name]
+    tests = program["tests"].splitlines()
+    assert run_tests(program["code"], tests) == [True] * len(tests)
 
 
 def test_a_program_cannot_change_what_it_is_compared_with() -> None:
@@ -389,9 +172,6 @@ def test_values_keep_their_types_and_others_are_refused() -> None:
             receive(io.BytesIO(wrong))
     with pytest.raises(TypeError):
         frame([object()])
-
-
-# --- workers --------------------------------------------------------------------------------------
 
 
 def test_workers_that_were_killed_are_replaced_and_the_job_is_done() -> None:
@@ -441,14 +221,8 @@ def test_a_system_that_starts_no_worker_is_no_verdict(monkeypatch: pytest.Monkey
 
 
 def test_nothing_is_left_when_the_trainer_is_killed() -> None:
-    script = """
-from minigrpo.sandbox import client
-client.run_tests('', [])
-print(client._idle[0].process.pid, flush=True)
-client.run_tests('while True: pass', ['assert False'], timeout_s=100)
-"""
-    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+    command = command_of("has a program without an end")
+    trainer = subprocess.Popen(**command, stdout=subprocess.PIPE)
     pid = int(trainer.stdout.readline())
     everyone = [pid, *descendants(pid)]
     trainer.send_signal(signal.SIGKILL)

@@ -1,6 +1,5 @@
 """slurm/grpo.sbatch, with stand-ins for SLURM: checks, signals, requeueing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from .tiny import TINY, flags, read_json, tiny_chess_model, wait_until
+from minigrpo.run.logging import read_jsonl
 
-ROOT = Path(__file__).parents[1]
+from .tiny import ROOT, TINY, flags, read_json, tiny_chess_model, wait_until
+
 SCRIPT = ROOT / "slurm" / "grpo.sbatch"
 JOB = str(os.getpid())  # the launcher's port depends on it, and two test runs must not share it
 STANDINS = {
@@ -49,11 +49,22 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
-    model = tiny_chess_model(Path(env["SLURM_TEST"]) / "model")
-    settings = {**TINY, "model": model, "device": "cpu", "reward_weights": "similarity=1"}
-    words = ["bash", str(SCRIPT), *flags({**settings, **changes})]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **pipes)
+    settings = {
+        **TINY,
+        "model": tiny_chess_model(Path(env["SLURM_TEST"]) / "model"),
+        "device": "cpu",
+        "reward_weights": "similarity=1",
+        **changes,
+    }
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *flags(settings)],
+        cwd=ROOT,
+        env=env,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -62,18 +73,17 @@ def test_a_signal_requeues_and_the_next_part_goes_on(slurm: dict[str, str], tmp_
     job = submit(slurm, max_steps=100_000)
     wait_until(lambda: len(list(out.glob("checkpoints/step_*"))) > 1 or job.poll() is not None, 120)
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=120)[0]
+    output, _ = job.communicate(timeout=120)
     assert job.returncode == 0, output
     summary = read_json(out / "summary.json")
-    assert (summary["status"], summary["exit_reason"]) == ("stopped", "SIGUSR1")
+    assert summary["status"] == "stopped"
+    assert summary["exit_reason"] == "SIGUSR1"
     assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
     stop = summary["step"] + 2
-    again = {**slurm, "SLURM_RESTART_COUNT": "1"}
-    job = submit(again, max_steps=100_000, stop_after=stop)
-    output = job.communicate(timeout=120)[0]
+    job = submit({**slurm, "SLURM_RESTART_COUNT": "1"}, max_steps=100_000, stop_after=stop)
+    output, _ = job.communicate(timeout=120)
     assert read_json(out / "summary.json")["step"] == stop, output
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, stop + 1))
+    assert [line["step"] for line in read_jsonl(out / "metrics.jsonl")] == [*range(1, stop + 1)]
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigrpo import config
-from minigrpo.defaults import TASKS
 from minigrpo.model.hf import read_model
+from minigrpo.model.source import shipped_model
+from minigrpo.settings import TASKS
 from minigrpo.task import Task
-from minigrpo.tasks.base import class_of, load_task, shipped_model
+from minigrpo.tasks.loading import load_task, named_class
 from minigrpo.types import ConfigError, Example
 
-from .tiny import ask, golden, refused
+from .tiny import ROOT, SUMS, ask, golden, refused
 
-ROOT = Path(__file__).parents[1]
 REVERSE = str(ROOT / "examples" / "reverse.py")
-SUMS = str(ROOT / "examples" / "sums.jsonl")
 EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in ("calibration", "rlt")}
 GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym"}
 
@@ -28,7 +27,7 @@ GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym"}
 class Capitals(Task):
     """A user's own class: one prompt, which is never numbered."""
 
-    parts: Mapping[str, float] = {"right": 1.0}
+    reward_weights: Mapping[str, float] = {"right": 1.0}
     success = "right"
     num_held_out = 1
     about = "a capital"
@@ -45,8 +44,8 @@ class Capitals(Task):
     def score(self, example: Example, text: str) -> dict[str, float]:
         return {"right": float(text == self.city)}
 
-    def summaries(self, parts: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        return {"sum": parts["right"].sum()}
+    def summaries(self, values: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        return {"sum": values["right"].sum()}
 
 
 def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
@@ -72,7 +71,7 @@ def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(n
     assert train[::-1] == [again.train(i) for i in reversed(range(150))]
     assert [x.prompt for x in train] != [other.train(i).prompt for i in range(150)]
     assert [x.index for x in train] == list(range(150))
-    assert task.success in task.parts and task.about and task.questions is None
+    assert task.success in task.reward_weights and task.about and task.questions is None
 
 
 @pytest.mark.parametrize("name", ["math", "countdown", EXAMPLES["calibration"], "chess-env"])
@@ -90,12 +89,12 @@ def test_any_text_has_a_score_for_every_part(name: str, text: str) -> None:
     for chat in (False, True):
         example = load_task(name, seed=0, chat=chat).train(5)
         scores = task.score(example, text)
-        assert {*scores} == {*task.parts} and all(0 <= x <= 1 for x in scores.values())
+        assert {*scores} == {*task.reward_weights} and all(0 <= x <= 1 for x in scores.values())
 
 
 def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
     for name, row in TASKS.items():
-        class_of(name)
+        named_class(name)
         if name in GENERATED:
             load_task(name, seed=0)
         if row.shipped:
@@ -133,7 +132,14 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
 @pytest.mark.parametrize("make", [lambda: Capitals, lambda: Capitals(3)], ids=["class", "object"])
 def test_a_users_task_keeps_all_that_it_says(make: Any) -> None:
     task = load_task(make(), seed=3)
-    for name in ("parts", "success", "num_held_out", "about", "token_parts", "speculate"):
+    for name in (
+        "reward_weights",
+        "success",
+        "num_held_out",
+        "about",
+        "token_rewards",
+        "speculate",
+    ):
         assert getattr(task, name) == getattr(Capitals, name)
     assert not task.num_known and task.summaries({"right": np.ones(2)}) == {"sum": 2}
     assert task.score_batch([task.train(0)] * 2, ["Paris", "x"]) == {"right": [1, 0]}

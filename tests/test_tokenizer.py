@@ -12,15 +12,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.model.encoding import (
-    check_prompt,
-    decode,
-    encode_pairs,
-    encode_prompt,
-    encode_prompts,
-    token_texts,
-)
-from minigrpo.model.tokenizer import FILES, Tokenizer, load_tokenizer
+from minigrpo.text.encoding import check_prompt, decode, encode_pairs, encode_prompt, token_texts
+from minigrpo.text.tokenizer import FILES, Tokenizer, load_tokenizer
 from minigrpo.types import Example
 
 from . import tiny
@@ -40,6 +33,7 @@ TEXTS = [
     "",
 ]
 KNOWN = tiny.golden("tokens")
+TEXT_END, START, END = tiny.CHATML
 
 
 def load(folder: Path, family: str = "qwen", **config: Any) -> Tokenizer:
@@ -60,7 +54,8 @@ def test_the_ids_of_the_shipped_models_do_not_change() -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_tokens_are_the_golden_ones(tmp_path: Path, family: str) -> None:
-    tokenizer, known = load(tmp_path, family), KNOWN[family]
+    tokenizer = load(tmp_path, family)
+    known = KNOWN[family]
     assert [tokenizer.encode(text) for text in TEXTS] == known["ids"]
     assert [tokenizer.decode(ids) for ids in known["ids"]] == known["texts"]
     assert [encode_prompt(tokenizer, Example(text)) for text in TEXTS] == known["prompts"]
@@ -82,29 +77,28 @@ def test_the_golden_tokens_are_those_of_transformers(tmp_path: Path, family: str
     def text_of(ids: list[int]) -> str:
         return theirs.decode(ids, clean_up_tokenization_spaces=False)
 
-    ids = [encode(text) for text in TEXTS]
     made = {
-        "ids": ids,
-        "texts": [text_of(row) for row in ids],
-        "prompts": [encode(text, True) for text in TEXTS],
+        "ids": [encode(text) for text in TEXTS],
+        "texts": [text_of(encode(text)) for text in TEXTS],
+        "prompts": [encode(text, start=True) for text in TEXTS],
         "sizes": [len(theirs), theirs.eos_token_id],
         "special": {name: theirs.convert_tokens_to_ids(name) for name in tiny.FAMILIES[family][0]},
     }
     tiny.check_golden("tokens", family, made)
     rng = random.Random(7)
     for _ in range(300):  # and random mixtures of pieces
-        text = "".join(rng.choice(TEXTS)[rng.randrange(9) :][:7] for _ in range(rng.randrange(9)))
+        pieces = rng.choices(TEXTS, k=rng.randrange(9))
+        text = "".join(piece[rng.randrange(9) :][:7] for piece in pieces)
         assert ours.encode(text) == encode(text), ascii(text)
         assert ours.decode(encode(text)) == text_of(encode(text)), ascii(text)
 
 
 def test_decoding_leaves_out_stops_and_shows_other_special_tokens(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
-    start, end, eot = (tokenizer.special[name] for name in tiny.CHATML[1:] + tiny.CHATML[:1])
-    ids = [start, *tokenizer.encode("a"), end, eot]
-    assert tokenizer.stops == {end, eot} and tokenizer.turn_end == end and tokenizer.eot == eot
-    assert tokenizer.decode(ids) == "<|im_start|>a"
-    assert tokenizer.text_of(ids) == "<|im_start|>a<|im_end|><|endoftext|>"
+    text = f"{START}a{END}{TEXT_END}"
+    ids = tokenizer.encode(text, special=True)
+    assert tokenizer.decode(ids) == f"{START}a"
+    assert tokenizer.text_of(ids) == text
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -112,25 +106,31 @@ def test_the_texts_of_tokens_have_whole_characters(tmp_path: Path, family: str) 
     tokenizer = load(tmp_path, family)
     ids = tokenizer.encode("aé象\U0001f601")  # the last is of four tokens
     texts = token_texts(tokenizer, ids)
-    assert len(texts) == len(ids) > 5 and "".join(texts).lstrip() == "aé象\U0001f601"
+    assert len(texts) == len(ids) > 5
+    assert "".join(texts).lstrip() == "aé象\U0001f601"
     assert token_texts(tokenizer, ids[:-1])[-1].endswith("\ufffd")  # ends within a character
 
 
-TEXT_END, START, END = tiny.CHATML
+@pytest.mark.parametrize(
+    ("named", "eot"), [(END, END), ({"content": START}, START), (None, TEXT_END)], ids=str
+)
+def test_the_settings_say_which_token_ends_a_text(tmp_path: Path, named: Any, eot: str) -> None:
+    """Without a chat template, which may add an end of its turns."""
+    tokenizer = load(tmp_path, template=None, eos_token=named)
+    number = tokenizer.eot
+    assert tokenizer.text_of([number]) == eot
+    assert tokenizer.turn_end == number
+    assert tokenizer.stops == {number}
 
 
 def test_all_files_say_which_tokens_end_a_completion(tmp_path: Path) -> None:
-    """Without a chat template, which may add an end of its turns."""
     ids = load(tmp_path).special
-    for named, eot in ((END, END), ({"content": START}, START), (None, TEXT_END)):
-        tokenizer = load(tmp_path, template=None, eos_token=named)
-        assert tokenizer.eot == tokenizer.turn_end == ids[eot]
-        assert tokenizer.stops == {ids[eot]}
+    several = {"eos_token_id": [5000, ids[START], 7]}
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids[END]}))
-    several = json.dumps({"eos_token_id": [5000, ids[START], 7]})
-    (tmp_path / "generation_config.json").write_text(several)
+    (tmp_path / "generation_config.json").write_text(json.dumps(several))
     tokenizer = load(tmp_path, template=None)
-    assert tokenizer.eot == ids[TEXT_END] and tokenizer.stops == {*map(ids.get, tiny.CHATML), 7}
+    assert tokenizer.eot == ids[TEXT_END]
+    assert tokenizer.stops == {*ids.values(), 7}
     assert tokenizer.decode([7]) != ""  # an ordinary token is shown, even where it is a stop
 
 
@@ -142,98 +142,104 @@ def change(folder: Path, **values: Any) -> Tokenizer:
 
 
 def test_a_token_that_ends_texts_is_special_whatever_its_entry_says(tmp_path: Path) -> None:
-    plain = load(tmp_path)
+    ids = load(tmp_path).special
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids[END]}))
     entries = read_json(tmp_path / "tokenizer.json")["added_tokens"]
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": plain.special[END]}))
     tokenizer = change(tmp_path, added_tokens=[{**entry, "special": False} for entry in entries])
     assert set(tokenizer.special) == {END, TEXT_END}
-    assert tokenizer.encode(START) == [plain.special[START]]
-    assert plain.special[END] not in tokenizer.encode(END)
+    assert tokenizer.encode(START) == [ids[START]]
+    assert ids[END] not in tokenizer.encode(END)
 
 
 SWALLOWS = [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}]
 SPACED = f"a \n{START} b \n{END} \nc {TEXT_END} \n"
 
 
-@pytest.mark.parametrize("peer", [False, pytest.param(True, marks=pytest.mark.peer)])
 @pytest.mark.parametrize("in_config", [False, True])
 @pytest.mark.parametrize("flags", SWALLOWS)
 def test_special_tokens_swallow_white_space(
-    tmp_path: Path, flags: dict[str, bool], in_config: bool, peer: bool
+    tmp_path: Path, flags: dict[str, bool], in_config: bool
 ) -> None:
     """Also those that the settings name; tokenizer_config.json counts above tokenizer.json."""
-    folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "a"), in_config, **flags)
-    found = load_tokenizer(str(folder)).encode(SPACED, special=True)
-    if peer:
-        from transformers import PreTrainedTokenizerFast
+    folder = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path), in_config, **flags)
+    tokenizer = load_tokenizer(str(folder))
+    found = tokenizer.encode(SPACED, special=True)
+    assert len(SPACED) - len(tokenizer.text_of(found)) == 5 * sum(flags.values())
 
-        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-        assert found == theirs.encode(SPACED, add_special_tokens=False)
-    plain = tiny.change_flags(tiny.tiny_tokenizer_folder(tmp_path / "b"), **flags)
-    engine = tokenizers.Tokenizer.from_file(str(plain / "tokenizer.json"))
-    assert found == engine.encode(SPACED, add_special_tokens=False).ids
-    text = engine.decode(found, skip_special_tokens=False)
-    assert len(SPACED) - len(text) == 5 * sum(flags.values())
+
+@pytest.mark.peer
+@pytest.mark.parametrize("in_config", [False, True])
+def test_special_tokens_swallow_what_they_do_in_transformers(
+    tmp_path: Path, in_config: bool
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tiny.tiny_tokenizer_folder(tmp_path)
+    tiny.change_flags(folder, in_config, lstrip=True, rstrip=True)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    found = load_tokenizer(str(folder)).encode(SPACED, special=True)
+    assert found == theirs.encode(SPACED, add_special_tokens=False)
 
 
 def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:
-    ids = load(tmp_path).encode("one two three")
-    limit = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    padding = dict.fromkeys(("pad_id", "pad_type_id"), 0) | {"pad_to_multiple_of": None}
-    padding |= {"strategy": {"Fixed": 99}, "direction": "Left", "pad_token": "x"}
-    assert change(tmp_path, truncation=limit, padding=padding).encode("one two three") == ids
+    text = "one two three"
+    ids = load(tmp_path).encode(text)
+    file = tmp_path / "tokenizer.json"
+    engine = tokenizers.Tokenizer.from_file(str(file))
+    engine.enable_truncation(2)
+    engine.enable_padding(length=99)
+    engine.save(str(file))
+    assert load_tokenizer(str(tmp_path)).encode(text) == ids
 
 
 def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path: Path) -> None:
     """A teacher needs the same ids alone: the vocabulary."""
-    first = load(tmp_path / "a")
-    tokenizer = read_json(tmp_path / "a" / "tokenizer.json")
+    first = load(tmp_path)
+    tokenizer = read_json(tmp_path / "tokenizer.json")
     merges = [*tokenizer["model"]["merges"]]
-    changes = [
-        {"model": {**tokenizer["model"], "merges": merges[1:] + merges[:1]}},
-        {"normalizer": None},
-        {"added_tokens": [{**x, "rstrip": True} for x in tokenizer["added_tokens"]]},
+    others = [
+        change(tmp_path, model={**tokenizer["model"], "merges": merges[1:] + merges[:1]}),
+        change(tmp_path, normalizer=None),
+        change(tmp_path, added_tokens=[{**x, "rstrip": True} for x in tokenizer["added_tokens"]]),
+        load(tmp_path, eos_token=START),
+        load(tmp_path, template=tiny.QWEN_TEMPLATE + " "),
     ]
-    others = [change(tmp_path / "a", **changed) for changed in changes]
-    end = "<|im_start|>"  # of a text
-    others.append(load(tmp_path / "d", eos_token=end))
-    others.append(load(tmp_path / "e", template=tiny.QWEN_TEMPLATE + " "))
     assert {other.vocabulary for other in others} == {first.vocabulary}
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
-    shutil.rmtree(tmp_path / "a")
-    assert load(tmp_path / "a").fingerprint == first.fingerprint
+    assert load(tmp_path, "gpt2").vocabulary != first.vocabulary
+
+
+def test_a_copy_of_the_files_has_the_fingerprint(tmp_path: Path) -> None:
+    first = load(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert {file.name for file in (tmp_path / "b").iterdir()} <= {*FILES}
     again = load_tokenizer(str(tmp_path / "b" / "tokenizer.json"))
-    assert again.fingerprint == first.fingerprint and again.source == tmp_path / "b"
-    assert load(tmp_path / "c", "gpt2").vocabulary != first.vocabulary
+    assert again.fingerprint == first.fingerprint
+    assert again.source == tmp_path / "b"
 
 
 def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
     file = tiny.tiny_tokenizer_folder(tmp_path) / "tokenizer.json"
     whole = file.read_text()
-    hole, no_end = json.loads(whole), json.loads(whole)
+    hole = json.loads(whole)
     hole["model"]["vocab"]["x"] += 1000
-    no_end["added_tokens"][0]["content"] = "<|other|>"
-    for damaged in (json.dumps(hole), json.dumps(no_end), whole[:1000]):
+    without_end = whole.replace(TEXT_END, "<|other|>")
+    for damaged in (json.dumps(hole), without_end, whole[:1000]):
         file.write_text(damaged)
         refused(load_tokenizer, str(tmp_path))
 
 
-ASKED = ({"role": "user", "content": "12?"},)
-
-
 def test_prompt_and_answer_are_encoded_separately(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
-    prompt, answer = "the us", "er asks"
-    joined = tokenizer.encode(prompt + answer)
-    assert joined != tokenizer.encode(prompt) + tokenizer.encode(answer)  # so it matters
-    pairs = encode_pairs(tokenizer, [Example(prompt, answer), Example("x", "")], 40)
-    rows = [ids[:n].tolist() for ids, n in zip(pairs.prompt_ids, pairs.prompt_len, strict=True)]
-    assert rows == [tokenizer.encode(prompt), tokenizer.encode("x")]
-    done = [pairs.completion_ids[p][pairs.completion_mask[p]].tolist() for p in range(2)]
-    assert done == [[*tokenizer.encode(answer), tokenizer.eot], [tokenizer.eot]]
-    assert decode(tokenizer, pairs) == [[answer], [""]]
+    prompt, answer = tokenizer.encode("the us"), tokenizer.encode("er asks")
+    assert tokenizer.encode("the user asks") != prompt + answer  # so it matters
+    pairs = encode_pairs(tokenizer, [Example("the us", "er asks"), Example("x", "")], 40)
+    prompts = zip(pairs.prompt_ids, pairs.prompt_len, strict=True)
+    assert [ids[:n].tolist() for ids, n in prompts] == [prompt, tokenizer.encode("x")]
+    completions = zip(pairs.completion_ids, pairs.completion_mask, strict=True)
+    end = tokenizer.eot
+    assert [ids[mask].tolist() for ids, mask in completions] == [[*answer, end], [end]]
+    assert decode(tokenizer, pairs) == [["er asks"], [""]]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_prompt_and_answer_are_encoded_separately(tmp_path: Path) -> None:
         (Example("", "a"), 9),
         (Example("abcdefghi", ""), 9),
         (Example("abcd", "efgh"), 8),
-        (Example("12?", "a", messages=ASKED), 99),  # no chat template
+        (Example("12?", "a", messages=tiny.ask("12?")), 99),  # no chat template
         (Example("a\ud83d", "b"), 99),  # half a character
         (Example("a", "b\ud83d"), 99),
     ],
@@ -252,21 +258,6 @@ def test_what_does_not_fit_the_model_is_refused(example: Example, context: int) 
     assert len(encode_pairs(tokenizer, [Example("abcd", "efgh")], 9)) == 1
     asked = [Example("a", "b"), replace(example, index=7)]
     assert "example 7" in refused(encode_pairs, tokenizer, asked, context)
-
-
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
-def test_a_text_that_no_model_has_room_for_is_not_encoded(
-    template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = load(tmp_path, template=template)
-    encoded = []
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special=False: encoded.append(text))
-    text = "a" * 200_000
-    messages = ({"role": "user", "content": text},) if template else ()
-    prompt, answer = Example(text, "b", messages=messages), Example("a", text)
-    refused(encode_prompts, tokenizer, [prompt], 500)
-    refused(encode_pairs, tokenizer, [answer], 500)
-    assert not encoded
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

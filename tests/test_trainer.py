@@ -11,21 +11,19 @@ from torch.testing import assert_close
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.evaluate import measure
+from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import ModelShape
-from minigrpo.parts import load_model
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
 from minigrpo.tools.cli import main
-from minigrpo.tools.common import ModelArguments, config_of, open_parts
+from minigrpo.tools.models import ModelArguments, OpenedModel, config_of
 from minigrpo.types import ConfigError
 
 from .steps import bits
 from .steps import tiny_trainer as make
-from .tiny import read_json, refused, tiny_chess_model
+from .tiny import SUMS, read_json, refused, tiny_chess_model
 
-SUMS = Path(__file__).parents[1] / "examples" / "sums.jsonl"
 SFT = {"loss": "nll", "max_new_tokens": 96}
-ANY_ANSWER = {"task_args": "judge=none", "reward_weights": {}}
 
 
 def train(folder: Path, **changes: Any) -> Trainer:
@@ -37,12 +35,11 @@ def train(folder: Path, **changes: Any) -> Trainer:
 def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = train(run, kl_coef=0.05, keep_last=2, max_steps=6)
-    names = ["config.toml", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "held_out.jsonl"]
-    names += ["summary.json", "tensorboard", "model.safetensors"]
-    assert all((run / name).exists() for name in names)
+    left = {path.name for path in run.iterdir()}
+    assert left >= {"held_out.jsonl", "tensorboard", "model.safetensors"}
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert saved == ["step_000004", "step_000006"]
-    record = read_jsonl(run / "metrics.jsonl")[-1]
+    first, *_, record = read_jsonl(run / "metrics.jsonl")
     assert record.keys() >= {
         *("step", "reward", "reward_std", "rewards/similarity/mean", "kl", "entropy", "loss"),
         *("grad_norm", "learning_rate", "clip_ratio/low_mean", "clip_ratio/high_mean"),
@@ -52,11 +49,10 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
         *("rollout/rounds", "rollout/tokens", "tokens/run", "skipped_steps"),
     }
     assert all(math.isfinite(value) for value in record.values())
-    first = read_jsonl(run / "metrics.jsonl")[0]  # here the reference is the model itself
-    assert first["kl"] == pytest.approx(0, abs=1e-6)
-    evaluation = read_jsonl(run / "eval.jsonl")[0]
+    assert first["kl"] == pytest.approx(0, abs=1e-6)  # here the reference is the model itself
+    evaluation, *_ = read_jsonl(run / "eval.jsonl")
     assert evaluation.keys() >= {"step", "n", "exact", "exact_sampled", "similarity", "reward"}
-    sample = read_jsonl(run / "samples.jsonl")[0]
+    sample, *_ = read_jsonl(run / "samples.jsonl")
     assert sample.keys() >= {"step", "prompt", "completion", "truth", "parts", "reward"}
     assert read_json(run / "summary.json")["status"] == "finished"
     assert Config.from_toml(run / "config.toml") == trainer.config.replace(out_dir="")
@@ -70,7 +66,7 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     with torch.no_grad():
         trainer.reference.model.wte.weight.mul_(1.5)
     batch = trainer.source.batch(0)
-    log_ratio = (batch.completions.sampler_logp - batch.ref_logp).sum(-1)
+    log_ratio = (batch.completions.sampler_logp - batch.reference_logp).sum(-1)
     penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
     assert log_ratio.abs().min() > 0
     centred = penalised - penalised.mean(1, keepdim=True)
@@ -84,24 +80,24 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("flag", "device", "rounds"),
+    ("flag", "device"),
     [
-        ("use_amp", "cpu", True),
-        pytest.param("use_amp", "cuda", True, marks=pytest.mark.gpu),
-        pytest.param("gradient_checkpointing", "cuda", False, marks=pytest.mark.gpu),
-        pytest.param("use_tf32", "cuda", True, marks=pytest.mark.gpu),  # a CPU has no TF32
-        pytest.param("compile_model", "cuda", True, marks=pytest.mark.gpu),
+        ("use_amp", "cpu"),
+        pytest.param("use_amp", "cuda", marks=pytest.mark.gpu),
+        pytest.param("use_tf32", "cuda", marks=pytest.mark.gpu),  # a CPU has no TF32
+        pytest.param("compile_model", "cuda", marks=pytest.mark.gpu),
     ],
 )
 def test_a_speed_flag_trains_and_keeps_the_loss_near(
-    tmp_path: Path, flag: str, device: str, rounds: bool
+    tmp_path: Path, flag: str, device: str
 ) -> None:
-    """`rounds`: whether the flag rounds differently, so that the losses are not quite equal."""
-    short = {**SFT, "device": device, "max_steps": 2, "eval_every": 0}
-    plain, fast = (train(tmp_path / str(on), **short, **{flag: on}) for on in (False, True))
-    a, b = (read_jsonl(x.run_dir.path / "metrics.jsonl")[-1]["loss"] for x in (plain, fast))
-    assert b == pytest.approx(a, rel=0.02 if rounds else 1e-5)
-    assert {p.dtype for p in fast.model.parameters()} == {torch.float32}
+    losses = []
+    for on in (False, True):
+        changes = {**SFT, "device": device, "max_steps": 2, "eval_every": 0, flag: on}
+        trainer = train(tmp_path / str(on), **changes)
+        losses.append(read_jsonl(trainer.run_dir.path / "metrics.jsonl")[-1]["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
 
 
 def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) -> None:
@@ -109,10 +105,7 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
     other = Transformer(ModelShape(50, layers=1, width=16, heads=2))
     other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
-    exits = (
-        "import minigrpo\nclass A(minigrpo.Task):\n    def __init__(self): raise SystemExit(0)\n"
-    )
-    (tmp_path / "exits.py").write_text(exits)
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     cases = [
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
@@ -122,7 +115,7 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"device": "cuda:99"},
         {"reward_weights": {"similarity": 0.0}},
         {"reward_weights": {"beauty": 1.0}},
-        {"task": "math", "eval_data": str(SUMS)},  # nothing to train on
+        {"task": "math", "eval_data": SUMS},  # nothing to train on
         {"task": str(tmp_path / "exits.py")},
     ]
     for changes in cases:
@@ -135,9 +128,9 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
 
 def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
     """With evaluations or without, which change nothing but what is known."""
-    whole, stepped = train(tmp_path / "whole"), make(tmp_path / "stepped", eval_every=0)
-    names = {"config.toml", "metrics.jsonl", "tensorboard"}
-    assert not names & {path.name for path in (tmp_path / "stepped").iterdir()}
+    whole = train(tmp_path / "whole")
+    stepped = make(tmp_path / "stepped", eval_every=0)
+    assert not (tmp_path / "stepped" / "config.toml").exists()
     metrics = [stepped.one_step() for _ in range(2)]
     assert stepped.fit()["step"] == 4
     assert bits(stepped) == bits(whole)
@@ -149,37 +142,45 @@ def test_a_trainer_can_be_stepped_and_then_finished(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: Path) -> None:
     """A learning test with its control: the same run on shuffled rewards."""
-    settings = {"task": "math", "model": "shipped", "max_steps": 25, "eval_size": 128}
-    sizes = {"prompts_per_step": 16, "group_size": 8, "eval_every": 0, "max_new_tokens": 32}
-    gains = []
-    for shuffle in (False, True):
-        changes = {**settings, **sizes, "reward_weights": {}, "learning_rate": 3e-4}
-        trainer = train(tmp_path / str(shuffle), **changes, shuffle_rewards=shuffle)
+
+    def gain(shuffle: bool) -> float:
+        trainer = train(
+            tmp_path / str(shuffle),
+            task="math",
+            model="shipped",
+            max_steps=25,
+            eval_size=128,
+            prompts_per_step=16,
+            group_size=8,
+            eval_every=0,
+            max_new_tokens=32,
+            reward_weights={},
+            learning_rate=3e-4,
+            shuffle_rewards=shuffle,
+        )
         first, *_, last = trainer.evaluations
-        gains.append(last["reward_sampled"] - first["reward_sampled"])
-    assert gains[0] > max(0.0, gains[1])
+        return last["reward_sampled"] - first["reward_sampled"]
 
-
-def test_a_run_as_base_is_stored_as_base_dtype_says(tmp_path: Path) -> None:
-    train(tmp_path / "first", max_steps=1)
-    changes = {"model": str(tmp_path / "first"), "lora_rank": 2, "base_dtype": "nf4"}
-    second = make(tmp_path / "second", **changes)
-    frozen = [p for p in second.model.parameters() if not p.requires_grad and p.dim() >= 2]
-    assert {p.dtype for p in frozen} == {torch.bfloat16, torch.uint8}
+    assert gain(shuffle=False) > max(0.0, gain(shuffle=True))
 
 
 @pytest.mark.parametrize("use_amp", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_adapters_beside_nf4_are_resumed_and_exported(tmp_path: Path, use_amp: bool) -> None:
     model = str(tiny_chess_model(tmp_path / "model"))
-    settings = {"lora_rank": 2, "base_dtype": "nf4", "kl_coef": 0.1, "reference": model}
-    settings |= {"use_amp": use_amp, "gradient_checkpointing": True}
+    settings = {
+        "lora_rank": 2,
+        "base_dtype": "nf4",
+        "kl_coef": 0.1,
+        "reference": model,
+        "use_amp": use_amp,
+        "gradient_checkpointing": True,
+    }
     whole = train(tmp_path / "whole", **settings)
     train(tmp_path / "run", **settings, stop_after=2)
     again = train(tmp_path / "run", **settings, resume="auto")
-    states = [x.learner.state_dict() for x in (whole, again)]
-    assert all("lora" in name for name in states[0]["model"])
-    assert all(torch.equal(x, states[1]["model"][name]) for name, x in states[0]["model"].items())
-    assert whole.reference and not all(p.is_floating_point() for p in whole.model.parameters())
+    assert bits(again) == bits(whole)
+    assert all("lora" in name for name in whole.learner.state_dict()["model"])
+    assert not all(p.is_floating_point() for p in whole.model.parameters())
     assert {p.dtype for p in whole.reference.model.h.parameters() if p.dim() == 3} == {torch.uint8}
     main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     ids = torch.randint(0, 300, (2, 9))
@@ -188,20 +189,21 @@ def test_adapters_beside_nf4_are_resumed_and_exported(tmp_path: Path, use_amp: b
 
     # `evaluate` and `sample` hold what was trained, in as little memory, and find its last figures
     arguments = ModelArguments(run=str(tmp_path / "run"))
-    parts = open_parts(config_of(arguments, {}), Console(quiet=True))
-    pairs = zip(parts.model.parameters(), again.model.parameters(), strict=True)
+    opened = OpenedModel.of(config_of(arguments, {}), Console(quiet=True))
+    pairs = zip(opened.sampler.model.parameters(), again.model.parameters(), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    measures = measure(parts.sampler, parts.scorer).measures
+    measures = measure(opened.sampler, opened.scorer).measures
     assert again.evaluations[-1] == {"step": 4, **{name: x.value for name, x in measures.items()}}
 
 
 def test_adapters_of_peft_are_trained_on_from_where_they_are(tmp_path: Path) -> None:
     """The reference is the model with them; a resume has the same bits; the base stays the base."""
-    base, start = tmp_path / "base", tmp_path / "start"
-    train(tmp_path / "first", model=str(tiny_chess_model(base)), lora_rank=2)
+    base = tiny_chess_model(tmp_path / "base")
+    start = tmp_path / "start"
+    train(tmp_path / "first", model=str(base), lora_rank=2)
     start.mkdir()
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        shutil.copy(tmp_path / "first" / name, start)
+    for file in (tmp_path / "first").glob("adapter_*"):
+        shutil.copy(file, start)
     settings = {"model": str(start), "lora_rank": 2, "kl_coef": 0.1}
     whole = train(tmp_path / "whole", **settings)
     first = read_jsonl(tmp_path / "whole" / "metrics.jsonl")[0]
@@ -211,7 +213,7 @@ def test_adapters_of_peft_are_trained_on_from_where_they_are(tmp_path: Path) -> 
     assert bits(train(tmp_path / "run", **settings, resume="auto")) == bits(whole)
     written = read_json(tmp_path / "run" / "adapter_config.json")
     assert written["base_model_name_or_path"] == str(base)
-    merged = load_model(str(tmp_path / "run"), whole.config, Console(quiet=True), "float32")
+    merged = ModelSource.of(str(tmp_path / "run")).load("float32", 0, print)
     ids = torch.randint(0, 300, (2, 9))
     assert_close(merged.logits(ids), whole.model.logits(ids), rtol=1e-4, atol=1e-5)
 
@@ -224,13 +226,18 @@ def test_a_resume_takes_another_flag_of_the_optimizer(tmp_path: Path) -> None:
 
 def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"nums": [3, 4], "target": 7}\n' * 3)
-    rows = {"data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows2.jsonl")}
     (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
-    refused(make, tmp_path / "run", task="countdown", task_args="form=search", **SFT, **rows)
+    changes = {
+        **SFT,
+        "data": str(tmp_path / "rows.jsonl"),
+        "eval_data": str(tmp_path / "rows2.jsonl"),
+    }
+    refused(make, tmp_path / "run", task="countdown", task_args="form=search", **changes)
     # one row lacks what the others have
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": "7"}\n{"prompt": "3+5"}\n')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "3+6", "answer": "9"}\n')
-    refused(make, tmp_path / "run", task="prompts", **ANY_ANSWER, **SFT, **rows)
+    changes |= {"task": "prompts", "task_args": "judge=none", "reward_weights": {}}
+    refused(make, tmp_path / "run", **changes)
 
 
 OWN_LOSS = """
@@ -244,11 +251,12 @@ def own(x):
 def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Path) -> None:
     file = tmp_path / "loss.py"
     file.write_text(OWN_LOSS)
-    train(tmp_path / "own", loss=f"{file}:own")
-    train(tmp_path / "grpo")
-    own, plain = (read_jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("own", "grpo"))
-    for name in ("loss", "grad_norm", "reward"):
-        assert own[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-7)
+    first_steps = []
+    for name, loss in (("own", f"{file}:own"), ("grpo", "grpo")):
+        train(tmp_path / name, loss=loss, max_steps=1, eval_every=0)
+        (metrics,) = read_jsonl(tmp_path / name / "metrics.jsonl")
+        first_steps.append([metrics[name] for name in ("loss", "grad_norm", "reward")])
+    assert first_steps[0] == pytest.approx(first_steps[1], rel=1e-4, abs=1e-7)
     assert str(file) in (tmp_path / "own" / "config.toml").read_text()
     refused(make, tmp_path / "other", loss=f"{file}:nobody")
     file.unlink()

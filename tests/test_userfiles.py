@@ -7,22 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from minigrpo.losses import LossSpec
-from minigrpo.rewards import RewardScorer, load_rewards
+from minigrpo.guard import RunFailed
+from minigrpo.rewards.functions import load_rewards
+from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.run.logging import read_jsonl
-from minigrpo.runtime.guard import RunFailed
 from minigrpo.task import Task
-from minigrpo.tasks.base import load_task
+from minigrpo.tasks.loading import load_task
 from minigrpo.tools import cli
 from minigrpo.turns.environments import EnvironmentSet
-from minigrpo.turns.tools import calls_of
 from minigrpo.types import ConfigError, Example
 from minigrpo.userfiles import load_file, load_name, place_of
 
 from . import tiny
-from .tiny import refused
+from .steps import group
+from .tiny import ROOT, refused
 
-ROOT = Path(__file__).parents[1]
 # what breaks where a file is no module that its own names are looked up in
 WHOLE = """
 from __future__ import annotations
@@ -64,7 +63,7 @@ def loss(x):
     return -x.logp * x.advantages
 
 class Own(minigrpo.Task):
-    parts = {"right": 1.0}
+    reward_weights = {"right": 1.0}
 
     def __init__(self, seed: int) -> None:
         self.route = Route([str(seed)])
@@ -96,30 +95,34 @@ def test_a_file_is_run_once_whatever_it_is_asked_for(whole: Path) -> None:
     (reward,) = load_rewards(str(whole))
     environments = EnvironmentSet.load(f"{whole}:Walk,{whole}:twice")
     task = load_task(str(whole), seed=3)
-    own = load_name("--loss", f"{whole}:loss")
-    assert LossSpec(surrogate=own).surrogate is load_file(whole.parent / "." / "whole.py").loss
+    loss = load_name("--loss", f"{whole}:loss")
+    assert loss is load_file(whole.parent / "." / "whole.py").loss
     assert reward(Example("?"), "long text") == 5
-    assert task.source.route.stops == ["3"] and task.train(4).index == 4
+    assert task.source.route.stops == ["3"]
+    assert task.train(4).index == 4
     assert environments.tools["twice"].call({"number": "4"}) == 13
     assert (whole.parent / "runs.txt").read_text() == "run\n"
+
+
+def test_what_is_no_file_or_name_is_refused(whole: Path) -> None:
     for missing in (f"{whole}:nothing", "whole", ":loss"):
         refused(load_name, "--loss", missing)
-    refused(load_file, whole.parent / "runs.txt")
+    (whole.parent / "text.txt").touch()
+    refused(load_file, whole.parent / "text.txt")
     with pytest.raises(OSError):
         load_file(whole.parent / "nowhere.py")
 
 
-def test_a_neighbour_that_imports_the_file_gets_the_same_module(whole: Path) -> None:
+def test_a_neighbour_that_imports_the_file_gets_the_same_module(tmp_path: Path) -> None:
     """Whoever comes first."""
-    first, second = whole.parent / "first.py", whole.parent / "second_of_two.py"
-    first.write_text("import second_of_two\n")
-    second.write_text("NUMBERS = []\n")
-    module = load_file(first)
-    assert load_file(second) is module.second_of_two
-    third, fourth = whole.parent / "third_of_two.py", whole.parent / "fourth.py"
-    third.write_text("NUMBERS = []\n")
-    fourth.write_text("import third_of_two\n")
-    assert load_file(third) is load_file(fourth).third_of_two
+    paths = {}
+    for name, other in (("first", "second"), ("second", ""), ("third", ""), ("fourth", "third")):
+        paths[name] = tmp_path / f"{name}_of_four.py"
+        paths[name].write_text(f"import {other}_of_four\n" if other else "NUMBERS = []\n")
+    importer = load_file(paths["first"])
+    assert load_file(paths["second"]) is importer.second_of_four
+    imported = load_file(paths["third"])
+    assert imported is load_file(paths["fourth"]).third_of_four
 
 
 def test_a_file_hides_no_other_module(tmp_path: Path) -> None:
@@ -134,11 +137,11 @@ def test_a_file_hides_no_other_module(tmp_path: Path) -> None:
     assert statistics.mean([1, 2, 3]) == 2
 
 
-@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
-def test_a_worker_process_unpickles_its_functions(whole: Path, kind: str) -> None:
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_process_unpickles_its_functions(whole: Path, method: str) -> None:
     twice = load_name("--loss", f"{whole}:twice")
     route = load_name("--loss", f"{whole}:Route")
-    context = multiprocessing.get_context(kind)
+    context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         assert pool.submit(twice, 4).result() == 13
         assert pool.submit(route, ["a"]).result() == route(["a"])
@@ -146,16 +149,15 @@ def test_a_worker_process_unpickles_its_functions(whole: Path, kind: str) -> Non
 
 def test_postponed_annotations_are_the_types_of_tools(whole: Path) -> None:
     environments = EnvironmentSet.load(f"{whole}:Walk")
-    walk = environments.kinds["Walk"].make()
+    walk = load_file(whole).Walk()
     walk.reset()
     add = environments.tools_of(walk)["add"]
     properties = add.schema["function"]["parameters"]["properties"]
-    assert properties["far"]["type"] == "integer" and properties["unit"]["enum"] == ["m", "km"]
-    said = '<tool_call>{"name": "add", "arguments": {"name": "a", "far": "2"}}</tool_call>'
-    ((_, arguments),) = calls_of(said)
-    assert add.call(arguments) == "3 m 1"
+    assert properties["far"]["type"] == "integer"
+    assert properties["unit"]["enum"] == ["m", "km"]
+    assert add.call({"name": "a", "far": "2"}) == "3 m 1"
     with pytest.raises(ValueError):
-        add.call({**arguments, "unit": "mile"})
+        add.call({"name": "a", "far": "2", "unit": "mile"})
 
 
 def test_an_error_of_a_users_file_is_found_by_its_file_and_line(whole: Path) -> None:
@@ -179,8 +181,6 @@ def paid(example, text):
         time.sleep(60)
     return PAY
 """
-
-
 LATER = SLOW.replace("from PAYS import PAY\n", "").replace(
     "    return PAY", "    from PAYS import PAY\n    return PAY"
 )
@@ -199,11 +199,11 @@ def test_a_run_is_not_paid_by_a_file_that_has_changed(
     helper.write_text("PAY = 1.0\n")
     (tmp_path / "rewards.py").write_text(file.replace("PAYS", helper.stem))
     scorer = RewardScorer(Task(), functions=load_rewards(str(tmp_path / "rewards.py")), workers=1)
-    first = scorer.score([Example("?")], [["a", "slow"]])
-    assert first.failed["paid"].tolist() == [[False, True]]
+    first = scorer.score([Example("?")], [group("a", "slow")])
+    assert first.scores["paid"].failed.tolist() == [[False, True]]
     helper.write_text(edited)
     with pytest.raises(RunFailed):
-        scorer.score([Example("?")], [["a", "b"]])
+        scorer.score([Example("?")], [group("a", "b")])
 
 
 RUN = "--max-steps 1 --max-new-tokens 8 --eval-size 2 --prompts-per-step 2 --group-size 2"

@@ -4,13 +4,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 from tokenizers import (
@@ -26,6 +27,7 @@ from tokenizers import (
 
 from minigrpo.config import Config
 from minigrpo.errors import ConfigError
+from minigrpo.statistics import PartlyKnown
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = [
@@ -53,7 +55,9 @@ PROSE = """The user asks and the assistant answers: what is 12 + 34? It's 46, is
 
 The end of the text, the end of the turn.
 """
-TEMPLATES = Path(__file__).parent / "templates"  # published ones in short
+ROOT = Path(__file__).parents[1]
+SUMS = str(ROOT / "examples" / "sums.jsonl")
+TEMPLATES = ROOT / "tests" / "templates"  # published ones in short
 # a default system message, contents as they are
 QWEN_TEMPLATE = (TEMPLATES / "qwen2.5.jinja").read_text("utf-8")
 
@@ -245,12 +249,17 @@ TINY = {
 }
 
 
+def partly_known(rows: Sequence[Sequence[float | None]]) -> PartlyKnown:
+    known = np.array([[number is not None for number in row] for row in rows])
+    return PartlyKnown(np.array([[number or 0.0 for number in row] for row in rows]), known)
+
+
 def flags(settings: Mapping[str, Any]) -> list[str]:
     """Settings as a command's arguments."""
     return [x for name, v in settings.items() for x in ("--" + name.replace("_", "-"), str(v))]
 
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 
 
 def toml(config: Config, **versions: str) -> str:

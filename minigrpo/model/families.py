@@ -1,9 +1,9 @@
-"""The families of models, as rows: what their blocks compute, and how their files say so."""
+"""A table of model families: what their blocks compute, and how their files describe it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-# the fields of ModelShape -> their names in config.json
+# field of ModelShape -> its name in config.json
 FIELDS = {
     "vocab_size": "vocab_size",
     "context": "max_position_embeddings",
@@ -25,7 +25,7 @@ MULTIPLIERS = {
     "residual_multiplier": "residual_multiplier",
     "logits_divisor": "logits_scaling",
 }
-# the parts of a parameter's name here -> in files, where they differ
+# part of a parameter's name here -> the part in files, if it differs
 NAMES = {
     "wte": "model.embed_tokens",
     "h": "model.layers",
@@ -40,35 +40,35 @@ NAMES_AFTER = {"ln_1_after": "post_attention_layernorm", "ln_2_after": "post_fee
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
 OLD_WORDS = {"attention": FULL}
-# what config.json may leave out
+# setting that config.json may leave out -> the value that it then has
 MISSING = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
-# settings, and their values for which transformer.py computes the same; most may be missing
+# setting -> its values for which transformer.py computes the same; most settings may be missing
 SUPPORTED: Mapping[str, Sequence[object]] = {"hidden_act": ["silu"], "use_sliding_window": [False]}
 
 
 class Family(NamedTuple):
-    """What all models of a family have in common; the defaults are Llama's."""
+    """The properties that all models of a family share; the defaults are Llama's."""
 
-    architecture: str  # the class in transformers
-    is_gpt2: bool = False  # LayerNorm, learned positions, an MLP without a gate, biases
-    qkv_bias: bool = False  # of queries, keys and values alone
-    # RMS norms of queries and keys, of each head or of the whole width, before they are rotated
+    architecture: str  # class in transformers
+    is_gpt2: bool = False  # LayerNorm, learned positions, one projection, an MLP without a gate
+    qkv_bias: bool = False  # only the projections of queries, keys and values have a bias
+    # RMS norms of queries and keys before the rotation, of each head or of the whole width
     qk_norm: Literal["none", "head", "width"] = "none"
-    norms: Literal["before", "after", "both"] = "before"  # where attention and MLP have norms
+    norms: Literal["before", "after", "both"] = "before"  # place of the norms of attention and MLP
     norms_add_one: bool = False  # files have the weights of norms minus 1
-    gate: Literal["silu", "gelu"] = "silu"  # what the MLP's gate goes through
-    has_fused_gate: bool = False  # one layer for the gate and what it multiplies
-    scales_embeddings: bool = False  # by the square root of the width
-    unrotated: int = 0  # every how many layers one has no positions; 0: all have them
+    gate: Literal["silu", "gelu"] = "silu"  # activation of the MLP's gate
+    has_fused_gate: bool = False  # one layer computes the gate and what it multiplies
+    scales_embeddings: bool = False  # embeddings are multiplied by the square root of the width
+    unrotated: int = 0  # distance between layers without positions; 0 means none
     fields: Mapping[str, str] = FIELDS
     names: Mapping[str, str] = NAMES
-    prefix: str = ""  # of names in files, but for the head's; it may be missing there
+    prefix: str = ""  # prefix of names in files, except for the head; it may be missing
     missing: Mapping[str, Any] = MISSING
     supported: Mapping[str, Sequence[object]] = SUPPORTED
     names_layers: bool = False  # config.json says which layers have a window
 
 
-# by model_type in config.json
+# model_type in config.json -> row
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",

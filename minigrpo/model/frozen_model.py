@@ -1,9 +1,6 @@
-"""A model that is not trained, and is asked for the log-probs of completions.
+"""A model that is not trained: the reference of --kl-coef, the teacher, or a reward's model."""
 
-The reference of --kl-coef is one, the teacher, and every model that a reward asks.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -11,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ..types import Completions, ConfigError, Example, RolloutBatch
-from .chat import extended
-from .encoding import encode_prompts, messages_of
-from .packing import Pack
-from .tokenizer import Tokenizer
+from ..text.chat import extended
+from ..text.encoding import messages_of, pad, prompt_within
+from ..text.tokenizer import Tokenizer
+from ..types import Completions, ConfigError, Example, PackedPrompt, RolloutBatch
+from .packing import Packing, pack
 from .transformer import Transformer
 
 
@@ -25,9 +22,9 @@ class FrozenModel:
 
     model: Transformer  # not trained here; with --teacher self, the learner trains it
     tokenizer: Tokenizer  # its own, with its own chat template
-    packing: Pack
+    packing: str  # the value of --packing
     name: str  # in errors
-    # (function of a micro-batch size, number of prompts) -> what it returns: see runtime/guard.py
+    # (function of a micro-batch size, number of prompts) -> the function's result: see guard.py
     run_in_parts: Callable[[Callable[[int], Tensor], int], Tensor]
     autocast: Callable[[], AbstractContextManager[object]]
     offload: bool  # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
@@ -38,49 +35,50 @@ class FrozenModel:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.cpu().pin_memory()
 
-    @torch.no_grad()
     def logp(self, completions: Completions, temperature: float) -> Tensor:
-        """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature.
+        """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature."""
+        return self._logp_of_packed(pack(completions, self.packing), temperature)
 
-        Prompts and common beginnings of a group run once, as for the policy.
-        """
-        lengths = completions.prompt_len + completions.completion_len.amax(-1)
-        longest = int(lengths.max()) - 1  # the last token predicts nothing
-        if longest > self.model.shape.context:  # no embedding, or one that was never trained
+    def logp_of_batch(self, batch: RolloutBatch, temperature: float, field: str = "") -> Tensor:
+        """The same for a packed batch; with a field of each example in its prompt, if named."""
+        if not field:
+            assert batch.packed is not None
+            return self._logp_of_packed(batch.packed, temperature)
+        context = self.model.shape.context
+        examples = [with_context(self.tokenizer, example, field) for example in batch.examples]
+        prompts = [prompt_within(self.tokenizer, example, context) for example in examples]
+        ids, lengths = pad(prompts)
+        completions = replace(batch.completions, prompt_ids=ids, prompt_len=lengths)
+        return self.logp(completions, temperature)
+
+    @torch.no_grad()
+    def _logp_of_packed(self, prompts: Sequence[PackedPrompt], temperature: float) -> Tensor:
+        longest = 1 + max(int(prompt.positions.max()) for prompt in prompts)
+        if longest > self.model.shape.context:  # later positions were never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
         weights = {
             name: parameter.to(self.device, non_blocking=True)
             for name, parameter in self.model.named_parameters()
         }
 
-        def in_parts(size: int) -> Tensor:
+        def in_micro_batches(size: int) -> Tensor:
             logps = []
-            for part in completions.split(size):
+            for start in range(0, len(prompts), size):
+                packing = Packing.of(prompts[start : start + size], self.device)
                 with self.autocast():
-                    inputs = (self.packing(part, self.device), temperature)
-                    logps.append(functional_call(self.model, weights, inputs).logp.cpu())
+                    predictions = functional_call(self.model, weights, (packing, temperature))
+                logps.append(predictions.logp.cpu())
             return torch.cat(logps)
 
-        return self.run_in_parts(in_parts, len(completions))
-
-    def reads(self, batch: RolloutBatch, field: str) -> Completions:
-        """A batch's completions, after prompts that have a field of the examples too; "": none."""
-        if not field:
-            return batch.completions
-        examples = [with_context(self.tokenizer, example, field) for example in batch.examples]
-        ids, lengths = encode_prompts(self.tokenizer, examples, self.model.shape.context)
-        return replace(batch.completions, prompt_ids=ids, prompt_len=lengths)
+        return self.run_in_parts(in_micro_batches, len(prompts))
 
 
 def with_context(tokenizer: Tokenizer, example: Example, field: str) -> Example:
-    """An example whose prompt has the text of one of its fields too, for --teacher-context.
-
-    It follows the last message that asks. A plain prompt, which goes on at its end, follows it.
-    """
+    """An example whose prompt has the text of one of its fields too, for --teacher-context."""
     text = example.fields.get(field)
     if text is None:
         raise ConfigError(f"--teacher-context: {example.label} has no {field}")
     messages = messages_of(tokenizer, example)
-    if not messages:
+    if not messages:  # the completion continues the prompt
         return replace(example, prompt=f"{text}\n\n{example.prompt}")
     return replace(example, messages=extended(messages, f"\n\n{text}"))

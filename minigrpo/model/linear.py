@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Numbers in a weight that oneDNN multiplies. Smaller ones stay with MKL, because oneDNN compiles
-# code for each new number of rows.
+# Fewest numbers in a weight for oneDNN, which compiles code for each new number of rows.
 LARGE_WEIGHT = 1 << 19 if torch.backends.mkldnn.is_available() else math.inf
 # NF4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution
 NF4 = torch.tensor(
@@ -20,24 +19,29 @@ NF4 = torch.tensor(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-BLOCK = 64  # numbers that share a scale; per row, the greatest common divisor of both
+BLOCK = 64  # numbers that share a scale, or the greatest common divisor with a row's length
 
 
 def to_nf4(weight: Tensor) -> Tensor:
-    """A matrix `[out, in]` in 4.25 bits per number: `[out, blocks, 34]` uint8.
+    """Store a matrix `[out, in]` in 4.25 bits per number, `[out, blocks, 34]` uint8.
 
-    Of each block the 64 codes, two in a byte, and the scale, its largest magnitude as bfloat16.
+    Each block has 64 codes, two in a byte, and its largest magnitude as bfloat16.
     """
-    blocks = weight.float().contiguous().unflatten(1, (-1, math.gcd(weight.shape[1], BLOCK)))
+    block = math.gcd(weight.shape[1], BLOCK)
+    numbers = weight.float().contiguous()
+    blocks = numbers.unflatten(1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True).bfloat16()
-    codes = torch.bucketize(blocks / scale, (NF4[1:] + NF4[:-1]).to(blocks) / 2)  # the nearest
-    pairs = codes[..., ::2] * len(NF4) + codes[..., 1::2]
-    return torch.cat([pairs.to(torch.uint8), scale.view(torch.uint8)], dim=-1)
+    midpoints = (NF4[1:] + NF4[:-1]).to(blocks) / 2
+    codes = torch.bucketize(blocks / scale, midpoints)  # the nearest number in NF4
+    first = codes[..., ::2]
+    second = codes[..., 1::2]
+    two_codes = first * len(NF4) + second
+    return torch.cat([two_codes.to(torch.uint8), scale.view(torch.uint8)], dim=-1)
 
 
-@cache  # made in every product, it would be copied to the device for every decoded token
-def pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The two numbers of each byte, `[256, 2]`."""
+@cache  # without it, each product would copy the table to the device, for every decoded token
+def numbers_by_byte(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The two numbers that each byte stands for, `[256, 2]`."""
     return torch.cartesian_prod(NF4, NF4).to(device, dtype)
 
 
@@ -45,8 +49,11 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight as numbers of a type, however it is stored."""
     if weight.is_floating_point():
         return weight.to(dtype)
-    numbers = F.embedding(weight[..., :-2].int(), pairs(weight.device, dtype)).flatten(2)
-    return numbers.mul_(weight[..., -2:].view(torch.bfloat16)).flatten(1)
+    codes = weight[..., :-2].int()
+    scale = weight[..., -2:].view(torch.bfloat16)
+    table = numbers_by_byte(weight.device, dtype)
+    numbers = F.embedding(codes, table).flatten(2)
+    return numbers.mul_(scale).flatten(1)
 
 
 class Linear(nn.Linear):
@@ -57,32 +64,35 @@ class Linear(nn.Linear):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type that autocast computes products of `x` in; without it, that of `x`."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """The type in which products of `x` are computed: autocast's, or the type of `x`."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 def has_float32_products(x: Tensor) -> bool:
-    """Whether torch can multiply `x` in 16 bits a number without rounding the sums to them."""
+    """Whether torch multiplies `x` in 16 bits and can return the sums in float32."""
     return x.is_cuda and autocast_dtype(x).itemsize == 2
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`inputs @ weight.T + bias`, `[..., in]` -> `[..., out]`.
-
-    A weight of another type than `inputs` must be frozen. On a CPU and without gradients, oneDNN
-    computes large products in float32: MKL, which torch calls, takes up to twice as long for few
-    rows.
-    """
-    kind = inputs.device.type
-    is_low = torch.is_autocast_enabled(kind)
-    if weight.dtype == inputs.dtype or (is_low and weight.is_floating_point()):
-        plain = is_low or torch.is_grad_enabled() or weight.numel() < LARGE_WEIGHT
-        if plain or (kind, inputs.dtype) != ("cpu", torch.float32):
-            return F.linear(inputs, weight, bias)
+    """`inputs @ weight.T + bias`; a weight of another type than `inputs` must be frozen."""
+    has_autocast = torch.is_autocast_enabled(inputs.device.type)
+    if weight.dtype != inputs.dtype and not (has_autocast and weight.is_floating_point()):
+        out = _FrozenWeight.apply(inputs.to(autocast_dtype(inputs)), weight)
+        return out if bias is None else out + bias.to(out.dtype)
+    # For few rows, MKL, which F.linear calls on a CPU, takes up to twice as long as oneDNN.
+    prefers_onednn = (
+        inputs.is_cpu
+        and inputs.dtype == torch.float32
+        and not has_autocast
+        and not torch.is_grad_enabled()
+        and weight.numel() >= LARGE_WEIGHT
+    )
+    if prefers_onednn:
         return torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
-    out = _FrozenWeight.apply(inputs.to(autocast_dtype(inputs)), weight)
-    return out if bias is None else out + bias.to(out.dtype)
+    return F.linear(inputs, weight, bias)
 
 
 class _FrozenWeight(torch.autograd.Function):

@@ -1,11 +1,10 @@
 """From hidden states to log-probabilities: output head, temperature, log-softmax, gather.
 
-The log-softmax is computed in float32 or wider, whatever the model's precision. In bfloat16 its
-error is 2e-3 to 3e-3, enough to matter for the ratio that a policy loss clips.
+The log-softmax is computed in float32 or wider. In bfloat16 its error is 2e-3 to 3e-3, enough to
+matter for the ratio that a policy loss clips.
 
 The logits of M tokens are M * V floats, and autograd would keep several copies of them. So they are
-computed in chunks, and again in the backward pass: at most two chunks exist. torch's checkpoint
-around each chunk was measured to save no memory.
+computed in chunks, and again in the backward pass; torch's checkpoint would save no memory.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,8 @@ def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
     if not has_float32_products(hidden):
         return at_least_fp32(linear(hidden, head))
     low = hidden.to(autocast_dtype(hidden)).flatten(0, -2)
-    return torch.mm(low, head.to(low).t(), out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
+    logits = torch.mm(low, head.to(low).t(), out_dtype=torch.float32)
+    return logits.unflatten(0, hidden.shape[:-1])
 
 
 def token_logprobs(
@@ -40,8 +40,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[M]` of next tokens, and entropies `[M]` of their distributions, in nats.
 
-    `hidden` `[M, D]` are final hidden states, `head` `[V, D]` the weights of the output head, and
-    `targets` `[M]` int64 the next tokens. Only with `learn_entropy` has the entropy a gradient.
+    `hidden` is `[M, D]`, `head` `[V, D]`, and `targets` are the next tokens, `[M]` int64. The
+    entropy has a gradient only with `learn_entropy`.
     """
     low = autocast_dtype(hidden)  # autocast does not apply in a custom backward
     return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, learn_entropy)
@@ -52,8 +52,8 @@ class _Chunked(torch.autograd.Function):
 
     logp = log_softmax(hidden @ head.T / temperature)[target]
     d logp / d (hidden @ head.T) = (one-hot - softmax) / temperature
-    entropy = sum(softmax u) with u = -log-softmax
-    d entropy / d (hidden @ head.T) = softmax (u - entropy) / temperature
+    entropy = sum(softmax surprisal) with surprisal = -log-softmax
+    d entropy / d (hidden @ head.T) = softmax (surprisal - entropy) / temperature
     """
 
     @staticmethod
@@ -69,11 +69,13 @@ class _Chunked(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.learn_entropy = learn_entropy
         logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
-        for part, logits in _logits_in_chunks(hidden, head, temperature):
+        for chunk, logits in _logits_in_chunks(hidden, head, temperature):
             logps = logits.log_softmax(-1)
-            logp[part] = logps.gather(-1, targets[part, None])[:, 0]
-            entropy[part] = -torch.exp(logps, out=logits).mul_(logps).sum(-1)
-            del logits, logps  # before the next chunk's exist
+            of_targets = logps.gather(-1, targets[chunk, None])
+            logp[chunk] = of_targets[:, 0]
+            probs = torch.exp(logps, out=logits)
+            entropy[chunk] = -probs.mul_(logps).sum(-1)
+            del logits, logps, probs  # frees the memory before the next chunk
         if not learn_entropy:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -82,46 +84,52 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
         temperature = ctx.temperature
-        learns = ctx.needs_input_grad[1]  # a head is frozen under adapters
-        grad_head = torch.zeros_like(head if learns else head[:0], dtype=grad.dtype)
+        learns_head = ctx.needs_input_grad[1]  # the head is frozen under adapters
+        grad_head = torch.zeros_like(head if learns_head else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
-        for part, logits in _logits_in_chunks(hidden, head, temperature):
+        for chunk, logits in _logits_in_chunks(hidden, head, temperature):
+            # 1. The gradient of the chunk's logits.
             slope = logits.softmax(-1).neg_()
-            slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope.mul_(grad[part, None] / temperature)
+            ones = torch.ones_like(slope[:, :1])
+            slope.scatter_add_(-1, targets[chunk, None], ones)
+            slope.mul_(grad[chunk, None] / temperature)
             if ctx.learn_entropy:
                 logps = logits.log_softmax(-1)
                 probs = torch.exp(logps, out=logits)
-                u = logps * -grad_entropy[part, None]
+                u = logps * -grad_entropy[chunk, None]
                 u -= (probs * u).sum(-1, keepdim=True)
                 slope.addcmul_(probs, u, value=1 / temperature)
+
+            # 2. The gradients of its hidden states and, in place, of the head: a second [V, D]
+            # would take memory, and a CPU converts it from bfloat16 slowly.
             low = slope.to(hidden.dtype)
-            grad_hidden[part] = low @ head
-            # in place: no second [V, D], which a CPU would convert from bfloat16 slowly
-            if learns and has_float32_products(low):
+            grad_hidden[chunk] = low @ head
+            if learns_head and has_float32_products(low):
                 torch.addmm(
-                    grad_head, low.t(), hidden[part], out_dtype=torch.float32, out=grad_head
+                    grad_head, low.t(), hidden[chunk], out_dtype=torch.float32, out=grad_head
                 )
-            elif learns:
-                grad_head.addmm_(slope.t(), hidden[part].to(slope))
-            del logits, slope, low  # before the next chunk's exist
-        return grad_hidden, grad_head.to(head) if learns else None, None, None, None
+            elif learns_head:
+                grad_head.addmm_(slope.t(), hidden[chunk].to(slope))
+            del logits, slope, low  # frees the memory before the next chunk
+        return grad_hidden, grad_head.to(head) if learns_head else None, None, None, None
 
 
 def _logits_in_chunks(
     hidden: Tensor, head: Tensor, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Which tokens, and their logits."""
-    chunk = max(SMALLEST_CHUNK, most_logits(hidden.device) // len(head))
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        yield part, logits_of(hidden[part], head).div_(temperature)
+    """Slices of the tokens, and the logits of each divided by the temperature."""
+    size = max(SMALLEST_CHUNK, most_logits(hidden.device) // len(head))
+    for start in range(0, len(hidden), size):
+        chunk = slice(start, start + size)
+        yield chunk, logits_of(hidden[chunk], head).div_(temperature)
 
 
 def most_logits(device: torch.device) -> int:
+    """The most logits that a chunk may have on a device."""
     most = MAX_LOGITS[device.type]
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused  # bytes; a chunk takes up to 16 a logit
-        most = min(4 * most, max(most, free // 32))
-    return most
+    if device.type != "cuda":
+        return most
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + unused
+    # a logit takes up to 16 bytes, so that a chunk takes at most half of the memory
+    return min(4 * most, max(most, free_bytes // 32))

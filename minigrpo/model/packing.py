@@ -1,13 +1,8 @@
 """Pack completions for the model, and map the log-probs back to `[P, G, S]`.
 
-A packing decides which tokens the model runs, and which of them attend to which. Both packings give
-the same log-probs:
-
-    prefix-tree  each prompt once, and each distinct prefix of its group's completions once
-    repeated     each completion with its own copy of the prompt, as usual; the reference
-
-The prompt's last token predicts a completion's first. A completion's last token predicts nothing,
-so it is not run. Packings are built on the host, once per forward pass.
+`prefix-tree` runs each prompt once, and each distinct prefix of its group's completions once.
+`repeated`, the reference, runs each completion with its own copy of the prompt. `pack` runs once
+per step, on the host; `Packing.of` joins the prompts of a micro-batch.
 
 A worked example: two prompts with three completions each. 9 is EOS, 0 padding.
 
@@ -16,22 +11,19 @@ A worked example: two prompts with three completions each. 9 is EOS, 0 padding.
 ...                                [[4, 5, 9], [4, 9, 0], [6, 9, 0]]])
 >>> completions = Completions(prompt_ids, torch.tensor([3, 2]), completion_ids, completion_ids > 0)
 
-A prompt and its completions are a tree. Its nodes, the packed tokens, are 11 instead of the 25 that
-`repeated` runs. A token's place is its index in the packed sequence, its position the index in its
-own text. In each group the prompt comes first, then what each completion adds to the tree: of the
-first group [1, 2], nothing, [3]; of the second [4, 5], nothing, [6].
+In each group the prompt comes first, then what each completion adds: [1, 2], nothing, [3]; then
+[4, 5], nothing, [6]. A completion's last token predicts nothing, so it is not run. A token's place
+is its index among the packed tokens, its position the index in its own text.
 
->>> packing = pack(completions)
+>>> packing = Packing.of(pack(completions))
 >>> packing.ids.tolist()
 [10, 11, 12, 1, 2, 3, 20, 21, 4, 5, 6]
 >>> packing.positions.tolist()
 [0, 1, 2, 3, 4, 4, 0, 1, 2, 3, 2]
->>> len(pack(completions, share=False).ids)
-25
 
 Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
-maps each sampled token to its prediction. Where completions share a prefix, they point to
-the same predictions, and autograd sums their gradients.
+maps each sampled token to its prediction. Completions that share a prefix share its predictions,
+whose gradients autograd sums.
 
 >>> packing.sources.tolist()
 [2, 3, 4, 3, 5, 7, 8, 9, 8, 7, 10]
@@ -41,111 +33,112 @@ the same predictions, and autograd sums their gradients.
 [[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 6, 7], [5, 8, 0], [9, 10, 0]]]
 
 Attention runs on padded rows. The prompts are causal rows. The tokens that a completion adds are
-the queries of another row, whose keys are the prompt and the whole completion; `last` is the last
-key that each query attends to. These rows are split by length if that saves padding: here into
-those that add two tokens, and those that add one.
+the queries of another row, whose keys are the prompt and the whole completion. `last` is the last
+key of each query. These rows are split by length if that saves padding.
 
 >>> packing.causal_rows.tolist()
 [[0, 1, 2], [6, 7, 6]]
->>> for part in packing.completion_rows:
-...     print(part.queries.tolist(), part.keys.tolist(), part.last.tolist())
+>>> for rows in packing.completion_rows:
+...     print(rows.queries.tolist(), rows.keys.tolist(), rows.last.tolist())
 [[3, 4], [8, 9]] [[0, 1, 2, 3, 4], [6, 7, 8, 9, 6]] [[3, 4], [2, 3]]
 [[5], [10]] [[0, 1, 2, 3, 5], [6, 7, 10, 6, 6]] [[4], [2]]
 >>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
 [0, 1, 2, 6, 7, 10, 3, 4, 8, 9, 11]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, tensor
+from torch import Tensor
 
-from ..types import Completions
+from ..types import AddedRow, Completions, PackedPrompt
 from .logprobs import at_least_fp32
 
-# The places of the tokens that a completion adds to the tree, and of its prompt and all its inputs.
-AddedRow = tuple[Sequence[int], Sequence[int]]
 
-
-def rows_of(packed: Tensor, rows: Tensor) -> Tensor:
+def take_rows(packed: Tensor, rows: Tensor) -> Tensor:
     """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`."""
-    # its backward is parallel; that of packed[rows] is a serial index_put
+    # the backward pass of index_select is parallel; that of packed[rows] is a serial index_put
     return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`.
+    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`, with a mask of 0 and -inf.
 
-    Query head h attends to head h // R of the keys, where R = H / K (Ainslie et al., arXiv
-    2305.13245). Left to torch, that would store the scores of all heads in most cases. So with the
-    `mask` `[B, 1, R * T, T']`, 0 or -inf, the R queries of a token become rows of the attention to
-    their shared head.
+    Query heads that share a key head (arXiv 2305.13245) become R = H / K times the rows, as in the
+    mask `[B, 1, R * T, T']`: else torch may store all scores.
     """
-    share = q.shape[1] // k.shape[1]
-    rows = q.unflatten(1, (-1, share)).flatten(2, 3)  # [B, K, R * T, E]
+    queries_per_key = q.shape[1] // k.shape[1]
+    rows = q.unflatten(1, (-1, queries_per_key)).flatten(2, 3)  # [B, K, R * T, E]
     attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return attended.unflatten(2, (share, -1)).flatten(1, 2)
+    return attended.unflatten(2, (queries_per_key, -1)).flatten(1, 2)
 
 
 def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of rows `[B, H or K, T, E]`; each token sees the last `window`, 0: all."""
+    """Causal attention of rows `[B, H or K, T, E]` to the last `window` tokens, or to all if 0."""
     length = q.shape[2]
-    share = q.shape[1] // k.shape[1]
-    if not 0 < window < length:  # without a mask, keys and values are repeated
-        k, v = (x.repeat_interleave(share, dim=1) if share > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return sdpa(q, k, v, window_mask(window, length, share, q.dtype, q.device))
+    queries_per_key = q.shape[1] // k.shape[1]
+    if 0 < window < length:
+        mask = causal_mask(length, window, queries_per_key, q.dtype, q.device)
+        return sdpa(q, k, v, mask)
+    if queries_per_key > 1:  # without a mask, keys and values are repeated
+        k = k.repeat_interleave(queries_per_key, dim=1)
+        v = v.repeat_interleave(queries_per_key, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@lru_cache(maxsize=4)  # not one for each layer, which autograd would keep
-def window_mask(
-    window: int, length: int, share: int, dtype: torch.dtype, device: torch.device
+@lru_cache(maxsize=4)  # the layers share a mask, because autograd would keep one for each
+def causal_mask(
+    length: int, window: int, queries_per_key: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The mask `[1, 1, share * T, T]` of causal rows with a window."""
-    places = torch.arange(length, device=device)
-    age = places[:, None] - places  # of a key, when a query sees it
-    unseen = ((age < 0) | (age >= window)).repeat(share, 1)[None, None]
-    return unseen.to(dtype).masked_fill_(unseen, -torch.inf)
+    """The mask `[1, 1, queries_per_key * T, T]` of causal rows with a window."""
+    last = torch.arange(length, device=device)[None]
+    return make_mask(last, length, window, queries_per_key, dtype)
+
+
+def make_mask(
+    last: Tensor, num_keys: int, window: int, queries_per_key: int, dtype: torch.dtype
+) -> Tensor:
+    """The mask `[C, 1, queries_per_key * T, L]` of L keys, up to each query's `last [C, T]`."""
+    last = last.repeat(1, queries_per_key)[:, None, :, None]
+    padding = -num_keys % 8  # CUDA's attention would copy rows of other lengths
+    age = last - torch.arange(num_keys + padding, device=last.device)
+    unseen = (age < 0) | (age >= (window or torch.inf))
+    mask = unseen.to(dtype).masked_fill_(unseen, -torch.inf)
+    return mask[..., :num_keys]
 
 
 @dataclass(frozen=True)
 class CompletionRows:
-    """Attention of the tokens that completions add, as padded rows.
+    """Attention of the tokens that completions add, as rows padded on the right."""
 
-    A row's keys include the shared prefix, whose queries are in other rows. They are in the order
-    of the text, so padding, on the right, is after the last key of every query.
-    """
-
-    queries: Tensor  # [C, T] places of packed tokens: C rows
-    keys: Tensor  # [C, L] places: of the prompt and the completion's inputs
-    last: Tensor  # [C, T] up to which of the L keys each query attends
-    masks: dict[int, Tensor] = field(default_factory=dict, init=False)  # once run, by window
+    queries: Tensor  # [C, T] places of packed tokens, in C rows
+    keys: Tensor  # [C, L] places of the prompt and the completion's inputs
+    last: Tensor  # [C, T] the last of the L keys that each query attends to
+    masks: dict[int, Tensor] = field(default_factory=dict, init=False)  # by window, made once
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
         num_keys = self.keys.shape[1]
         window = window if window < num_keys else 0
-        if window not in self.masks:  # not one for each layer, which autograd would keep
-            share = q.shape[1] // k.shape[1]
-            last = self.last.repeat(1, share)[:, None, :, None]
-            # rows of a multiple of 8 in memory, because CUDA's attention would copy others
-            age = last - torch.arange(num_keys + -num_keys % 8, device=last.device)
-            unseen = (age < 0) | (age >= (window or torch.inf))
-            mask = unseen.to(q.dtype).masked_fill_(unseen, -torch.inf)
-            self.masks[window] = mask[..., :num_keys]
-        # gradients of tokens in several rows are summed: in bfloat16, small terms would be lost
-        wide = (at_least_fp32(x) if x.requires_grad else x for x in (k, v))
-        k, v = (rows_of(x, self.keys).to(q.dtype) for x in wide)
-        return sdpa(rows_of(q, self.queries), k, v, self.masks[window])
+        if window not in self.masks:  # the layers share it, because autograd would keep each
+            queries_per_key = q.shape[1] // k.shape[1]
+            self.masks[window] = make_mask(self.last, num_keys, window, queries_per_key, q.dtype)
+        if k.requires_grad:  # gradients of tokens in several rows are summed, which needs float32
+            k = at_least_fp32(k)
+            v = at_least_fp32(v)
+        queries = take_rows(q, self.queries)
+        keys = take_rows(k, self.keys).to(q.dtype)
+        values = take_rows(v, self.keys).to(q.dtype)
+        return sdpa(queries, keys, values, self.masks[window])
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One micro-batch, ready for `Transformer.forward`."""
+    """The packed tokens of a micro-batch."""
 
     ids: Tensor  # [N] int64, the packed tokens
     positions: Tensor  # [N] int64, the position of each in its own text
@@ -154,140 +147,171 @@ class Packing:
     index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
     mask: Tensor  # [P, G, S] bool
     causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
-    completion_rows: tuple[CompletionRows, ...]  # up to two sets, of rows of similar lengths
+    completion_rows: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`; `window`: see `ModelShape`."""
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`; see `causal` for `window`."""
         # padding is on the right, so causality hides it
-        outs = [causal(window, *(rows_of(x, self.causal_rows) for x in (q, k, v)))]
-        outs += [rows.attend(q, k, v, window) for rows in self.completion_rows]
-        flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outs])
-        return flat.index_select(0, self.unpad)
+        rows = [take_rows(x, self.causal_rows) for x in (q, k, v)]
+        attended = [causal(window, *rows)]
+        for added in self.completion_rows:
+            attended.append(added.attend(q, k, v, window))
+        flat = [heads.transpose(1, 2).flatten(0, 1) for heads in attended]
+        return torch.cat(flat).index_select(0, self.unpad)
 
+    @classmethod
+    def of(cls, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> "Packing":
+        """Join packed prompts, such as those of a micro-batch, on a device."""
+        # 1. Places and predictions are counted through all prompts.
+        sources: list[np.ndarray] = []
+        indices: list[np.ndarray] = []
+        causal_rows: list[np.ndarray] = []
+        added_rows: list[AddedRow] = []
+        num_tokens = 0
+        num_predictions = 0
+        for prompt in prompts:
+            sources.append(prompt.sources + num_tokens)
+            index = prompt.index + num_predictions
+            indices.append(np.where(prompt.mask, index, 0))
+            causal_rows += [row + num_tokens for row in prompt.causal_rows]
+            for added in prompt.added_rows:
+                queries = added.queries + num_tokens
+                keys = added.keys + num_tokens
+                added_rows.append(AddedRow(queries, keys))
+            num_tokens += len(prompt.ids)
+            num_predictions += len(prompt.sources)
+        targets = [prompt.targets for prompt in prompts]
+        if num_predictions == 0:  # all completions are empty, and `index` needs a valid entry
+            sources = [np.array([0])]
+            targets = [np.array([0])]
 
-class _Stream:
-    """The packed tokens of a micro-batch while they are collected, prompt by prompt."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []  # of each token in its own text
-        self.child: dict[tuple[int, int], int] = {}  # (place, next token) -> that token's place
-        # (place, next token) -> the number of the prediction
-        self.predictions: dict[tuple[int, int], int] = {}
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def add_prompt(self, prompt: Sequence[int]) -> range:
-        """Add the tokens of a prompt; return their places."""
-        places = range(len(self), len(self) + len(prompt))
-        self.ids += prompt
-        self.positions += range(len(prompt))
-        return places
-
-    def add_completion(self, prompt: range, inputs: Sequence[int]) -> list[int]:
-        """Add what is new of a completion's inputs; return the places of prompt and inputs."""
-        path = [*prompt]
-        for token in inputs:
-            place = self.child.setdefault((path[-1], token), len(self))
-            if place == len(self):
-                self.ids.append(token)
-                self.positions.append(len(path))
-            path.append(place)
-        return path
-
-    def predict(self, place: int, token: int) -> int:
-        """The number of the prediction of `token` after the token at a place."""
-        return self.predictions.setdefault((place, token), len(self.predictions))
-
-
-def pack(
-    completions: Completions, device: torch.device | str = "cpu", *, share: bool = True
-) -> Packing:
-    """The packing `prefix-tree`, or without sharing `repeated`, of completions on the host."""
-    # 1. The packed tokens, and what is attended to.
-    stream = _Stream()
-    causal: list[Sequence[int]] = []
-    added: list[AddedRow] = []
-    mask = completions.completion_mask.numpy()
-    lengths = completions.completion_len.tolist()
-    index = np.zeros(mask.shape, dtype=np.int64)
-    for p, prompt_len in enumerate(completions.prompt_len.tolist()):
-        prompt_ids = completions.prompt_ids[p, :prompt_len].tolist()
-        for g, padded in enumerate(completions.completion_ids[p].tolist()):
-            if g == 0 or not share:
-                prompt = stream.add_prompt(prompt_ids)
-            completion = padded[: lengths[p][g]]
-            num_before = len(stream)
-            path = stream.add_completion(prompt, completion[:-1])
-            for s in np.flatnonzero(mask[p, g]).tolist():
-                index[p, g, s] = stream.predict(path[prompt_len - 1 + s], completion[s])
-            if not share:
-                causal.append(path)
-            elif len(stream) > num_before:
-                added.append((range(num_before, len(stream)), path))
-        if share:
-            causal.append(prompt)
-    if not stream.predictions:  # all completions are empty, and `index` needs a valid entry
-        stream.predict(0, 0)
-    sources, targets = zip(*stream.predictions, strict=True)
-
-    # 2. Attention's padded rows, and the place of each token in them.
-    depth = np.array(stream.positions)
-    causal_rows = _padded(causal)
-    added_rows = []
-    places = [causal_rows.ravel()]
-    for part in _split_by_length(added):
-        queries, keys = map(_padded, zip(*part, strict=True))
-        added_rows.append((queries, keys, depth[queries]))
-        places.append(queries.ravel())
-    # padding repeats the first token of its row, so the first place of a token is its own
-    first_places = np.unique(np.concatenate(places), return_index=True)[1]
-
-    # 3. All of it on the device.
-    with torch.device(device):
-        return Packing(
-            ids=tensor(stream.ids),
-            positions=tensor(stream.positions),
-            sources=tensor(sources),
-            targets=tensor(targets),
-            index=tensor(index),
-            mask=tensor(mask),
-            causal_rows=tensor(causal_rows),
-            completion_rows=tuple(CompletionRows(*map(tensor, rows)) for rows in added_rows),
-            unpad=tensor(first_places),
+        # 2. The padded rows of attention.
+        on_device = partial(torch.tensor, device=device)
+        positions = np.concatenate([prompt.positions for prompt in prompts])
+        padded_queries = [_padded(causal_rows)]
+        completion_rows: list[CompletionRows] = []
+        for rows in _split_by_length(added_rows):
+            queries = _padded([row.queries for row in rows])
+            keys = _padded([row.keys for row in rows])
+            last = positions[queries]
+            completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
+            padded_queries.append(queries)
+        # padding repeats the first token of its row, so the first place of a token is its own
+        all_queries = np.concatenate([queries.ravel() for queries in padded_queries])
+        _, unpad = np.unique(all_queries, return_index=True)
+        return cls(
+            ids=on_device(np.concatenate([prompt.ids for prompt in prompts])),
+            positions=on_device(positions),
+            sources=on_device(np.concatenate(sources)),
+            targets=on_device(np.concatenate(targets)),
+            index=on_device(np.stack(indices)),
+            mask=on_device(np.stack([prompt.mask for prompt in prompts])),
+            causal_rows=on_device(padded_queries[0]),
+            completion_rows=completion_rows,
+            unpad=on_device(unpad),
         )
 
 
-# by the values of --packing; both take completions on the host, and a device
-Pack = Callable[[Completions, torch.device], Packing]
-PACKINGS: dict[str, Pack] = {"repeated": partial(pack, share=False), "prefix-tree": pack}
+def pack(completions: Completions, packing: str = "prefix-tree") -> list[PackedPrompt]:
+    """Pack each prompt with its completions on the host, by a value of --packing."""
+    shares_prefixes = packing == "prefix-tree"
+    ids = completions.completion_ids.numpy()
+    mask = completions.completion_mask.numpy()
+    prompts = []
+    for p, length in enumerate(completions.prompt_len.tolist()):
+        prompt = completions.prompt_ids[p, :length].numpy()
+        prompts.append(pack_prompt(prompt, ids[p], mask[p], shares_prefixes))
+    return prompts
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+def pack_prompt(
+    prompt: np.ndarray, completion_ids: np.ndarray, mask: np.ndarray, shares_prefixes: bool
+) -> PackedPrompt:
+    """Pack a prompt `[L]` with its completions `[G, S]`, whose sampled tokens are in the mask."""
+    # 1. The texts that are run: the prompt and all tokens of a completion but its last.
+    group_size, width = completion_ids.shape
+    prompt_len = len(prompt)
+    prompts = np.broadcast_to(prompt, (group_size, prompt_len))
+    texts = np.concatenate([prompts, completion_ids], axis=1)
+    lengths = prompt_len + (mask * np.arange(width)).max(axis=1)
+    # after its end, each text has a number of its own, so that no two texts agree there
+    ended = np.arange(prompt_len + width) >= lengths[:, None]
+    texts = np.where(ended, -1 - np.arange(group_size)[:, None], texts)
+
+    # 2. The packed tokens: of each text, those that no text before it begins with.
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    paths: list[np.ndarray] = []  # the places of each text's tokens
+    sampled_after: list[np.ndarray] = []  # the place before each sampled token
+    added_rows: list[AddedRow] = []
+    num_tokens = 0
+    for g, text in enumerate(texts):
+        shared = np.arange(0)
+        if shares_prefixes and g > 0:
+            common = (texts[:g] == text).argmin(axis=1)  # tokens up to the first difference
+            nearest = common.argmax()
+            shared = paths[nearest][: common[nearest]]
+        added = np.arange(len(shared), lengths[g])
+        path = np.concatenate([shared, num_tokens - len(shared) + added])
+        ids.append(text[added])
+        positions.append(added)
+        paths.append(path)
+        sampled_after.append(path[prompt_len - 1 + np.flatnonzero(mask[g])])
+        queries = path[max(prompt_len, len(shared)) :]
+        if shares_prefixes and len(queries):
+            added_rows.append(AddedRow(queries, keys=path))
+        num_tokens += len(added)
+
+    # 3. The predictions: each token after the same place once, in the order of the completions.
+    sources = np.concatenate(sampled_after)
+    targets = completion_ids[mask]
+    pairs = sources * (1 + targets.max(initial=0)) + targets
+    _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+    distinct = np.sort(first)
+    index = np.zeros(mask.shape, dtype=np.int64)
+    index[mask] = np.searchsorted(distinct, first)[inverse]
+    return PackedPrompt(
+        ids=np.concatenate(ids),
+        positions=np.concatenate(positions),
+        sources=sources[distinct],
+        targets=targets[distinct],
+        index=index,
+        mask=mask,
+        causal_rows=[np.arange(prompt_len)] if shares_prefixes else paths,
+        added_rows=added_rows,
+    )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Rows padded on the right with their first entry, `[C, T]`."""
-    width = max(map(len, rows))
-    return np.array([[*row, *[row[0]] * (width - len(row))] for row in rows])
+    longest = max(len(row) for row in rows)
+    padded = np.empty((len(rows), longest), dtype=np.int64)
+    for n, row in enumerate(rows):
+        padded[n] = row[0]
+        padded[n, : len(row)] = row
+    return padded
 
 
-def _split_by_length(added: list[AddedRow]) -> list[list[AddedRow]]:
+def _split_by_length(added: Sequence[AddedRow]) -> list[Sequence[AddedRow]]:
     """Split rows into two sets of similar lengths, if that saves padding."""
     if not added:
         return []
-    rows = sorted(added, key=lambda row: -len(row[0]))
-    best = [rows]
+    rows = sorted(added, key=lambda row: -len(row.queries))
+    best: list[Sequence[AddedRow]] = [rows]
     fewest = 0.8 * _num_scores(rows)  # a second call costs something too
     for cut in range(1, len(rows), 1 + len(rows) // 32):  # of many, 32 are tried
-        parts = [rows[:cut], rows[cut:]]
-        number = sum(map(_num_scores, parts))
+        long = rows[:cut]
+        short = rows[cut:]
+        number = _num_scores(long) + _num_scores(short)
         if number <= fewest:
-            best = parts
+            best = [long, short]
             fewest = number
     return best
 
 
-def _num_scores(rows: list[AddedRow]) -> int:
+def _num_scores(rows: Sequence[AddedRow]) -> int:
     """The attention scores that a set of rows computes: rows * most queries * most keys."""
-    queries, keys = zip(*rows, strict=True)
-    return len(rows) * max(map(len, queries)) * max(map(len, keys))
+    most_queries = max(len(row.queries) for row in rows)
+    most_keys = max(len(row.keys) for row in rows)
+    return len(rows) * most_queries * most_keys

@@ -10,29 +10,28 @@ from .logprobs import at_least_fp32
 from .shape import ModelShape
 
 Rotate = Callable[[Tensor], Tensor]  # [N, H, E] -> [N, H, E]
-Rotations = Mapping[float, Rotate]  # by their base
+Rotations = Mapping[float, Rotate]  # by the base of the frequencies
 
 
 def rotation(shape: ModelShape, theta: float, positions: Tensor) -> Rotate:
     """A function that rotates heads `[N, H, E]` by `positions [N]` (Su et al., arXiv 2104.09864).
 
-    The first half of a head is rotated against the second half, as in Llama's files; in float32 or
-    wider, whatever the model's precision.
+    The first half of a head is rotated against the second, as in Llama's files.
     """
     angles = positions[:, None, None] * frequencies(shape, theta, positions.device)
-    cos, sin = angles.cos(), angles.sin()  # [N, 1, E / 2]
-    cos_of_both = torch.cat([cos, cos], dim=-1)  # [N, 1, E]
-    sin_of_both = torch.cat([-sin, sin], dim=-1)
+    cos = angles.cos().repeat(1, 1, 2)  # [N, 1, E]
+    sin_of_half = angles.sin()
+    sin = torch.cat([-sin_of_half, sin_of_half], dim=-1)
 
     def rotate(heads: Tensor) -> Tensor:
         wide = at_least_fp32(heads)
-        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)  # the halves
-        return torch.addcmul(wide * cos_of_both, swapped, sin_of_both).to(heads.dtype)
+        swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
+        return torch.addcmul(wide * cos, swapped, sin).to(heads.dtype)
 
     return rotate
 
 
-@cache  # made in every forward, they would be copied to the device for every decoded token
+@cache  # without it, each forward would copy them to the device, for every decoded token
 def frequencies(shape: ModelShape, theta: float, device: torch.device) -> Tensor:
     """Rotary frequencies `[E / 2]` float32 of a base, in radians per position."""
     numbers = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
@@ -40,7 +39,11 @@ def frequencies(shape: ModelShape, theta: float, device: torch.device) -> Tensor
     scaling = shape.rope_scaling
     if scaling is None:
         return plain.to(device)
-    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the plain frequency
-    return (plain * share + plain / scaling.factor * (1 - share)).to(device)
+    original_context = scaling.original_max_position_embeddings
+    turns = original_context * plain / (2 * torch.pi)
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    plain_fraction = ((turns - low) / (high - low)).clamp(0, 1)
+    scaled = plain / scaling.factor
+    mixed = plain * plain_fraction + scaled * (1 - plain_fraction)
+    return mixed.to(device)

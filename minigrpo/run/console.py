@@ -1,23 +1,68 @@
-"""What people see of a run or a command: lines of text and tables."""
+"""What people see of a run or a command: lines of text, tables, and bars on a terminal."""
 
+import io
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import Any, TextIO
 
 import rich.console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, track
+from rich.table import Table
 
 from ..config import Config
 from ..metrics import SAMPLED, headline
-from ..runtime.statistics import Estimate
+from ..statistics import Estimate
 from ..task import Task
 from .logging import LogLine
+
+PERIOD = 15.0  # seconds between lines of progress, and over which progress averages
+WIDEST_LINE = 100_000  # columns of a file or a pipe
+Metrics = Mapping[str, float]  # of a step, by name
+
+
+class Output:
+    """A stream that never raises: a closed one shows nothing, and odd characters are escaped."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self.stream = stream or io.StringIO()  # a program without a terminal may have no stream
+        self.encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.is_terminal = not self.stream.closed and self.stream.isatty()
+
+    def write(self, text: str) -> None:
+        shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        with suppress(OSError, ValueError):
+            self.stream.write(shown)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+class Screen(rich.console.Console):
+    """Standard output for rich. A file, a pipe or a notebook gets plain text, as wide as it is."""
+
+    def __init__(self) -> None:
+        output: Any = Output(sys.stdout)
+        super().__init__(
+            file=output,
+            width=None if output.is_terminal else WIDEST_LINE,
+            force_terminal=output.is_terminal,
+            force_jupyter=False,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+        )
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor alone: a run that is killed could not show it again."""
+        return False
 
 
 class Console:
@@ -27,96 +72,101 @@ class Console:
         self.quiet = quiet or rank > 0
         self.rank = rank
         self.warned = set[str]()
-        self.line_printed_at = 0.0  # the time of the last line of progress
-        self.values_since_line: list[float] = []  # the reward or loss of each step after it
         self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
 
-    def say(self, text: str, stream: TextIO | None = None) -> None:
-        """Print a line, to stdout unless quiet.
-
-        Neither a terminal or pipe that is closed, nor one that has no Unicode, must end a run.
-        """
-        if stream or not self.quiet:
-            encoding = getattr(stream or sys.stdout, "encoding", None) or "utf-8"
-            shown = text.encode(encoding, "backslashreplace").decode(encoding)
-            with suppress(OSError, ValueError):
-                print(shown, file=stream, flush=True)
+    def say(self, text: str) -> None:
+        """Print a line to stdout, unless quiet. A live bar moves below it."""
+        if not self.quiet:
+            print(text, file=Output(sys.stdout), flush=True)
 
     def warn(self, text: str) -> None:
+        """Print a warning to stderr, once: a command may read the same settings twice."""
         where = f" (rank {self.rank})" if self.rank else ""
-        if text not in self.warned:  # a command may read the same settings twice
-            self.say(f"warning{where}: {text}", sys.stderr)
+        if text not in self.warned:
+            print(f"warning{where}: {text}", file=Output(sys.stderr), flush=True)
         self.warned.add(text)
 
+    def bar(self, what: str, total: int) -> Iterable[int]:
+        """The numbers below `total`, with a bar on a terminal that vanishes at the end."""
+        screen = Screen()
+        is_hidden = self.quiet or not screen.is_interactive
+        return track(range(total), what, console=screen, transient=True, disable=is_hidden)
+
     @contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar on a terminal, if work takes over a second; call what it gives for each piece."""
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    def steps(self, done: int, last_step: int) -> Iterator[Callable[[int, Metrics], None]]:
+        """Show how far a run is: by a bar on a terminal, elsewhere by a line every 15 seconds.
+
+        Call what it yields with the number of each step and its metrics. `done` steps came before.
+        """
+        screen = Screen()
+        has_bar = screen.is_interactive and not self.quiet and done < last_step
         progress = Progress(
-            console=rich.console.Console(file=sys.stdout),
-            transient=True,
-            disable=self.quiet or not is_terminal,
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}  "),  # leaves room for the ^C of Ctrl-C
+            console=screen,
+            auto_refresh=False,  # the bar is drawn after each step, without a thread
+            redirect_stderr=Output(sys.stderr).is_terminal,
         )
-        task = progress.add_task(what, total=total)
-        begun = time.monotonic()
+        task = progress.add_task("", completed=done, total=last_step)
+        recent = deque[tuple[float, float]]()  # the time and the value of the latest steps
+        line_printed_at = -math.inf
 
-        def advance() -> None:
-            progress.advance(task)
-            if time.monotonic() > begun + 1:
-                progress.start()
+        def show(step: int, metrics: Metrics) -> None:
+            nonlocal line_printed_at
+            now = time.monotonic()
+            name = "reward" if "reward" in metrics else "loss"
+            recent.append((now, metrics[name]))
+            while recent[0][0] <= now - PERIOD:
+                recent.popleft()
+            mean = fmean(value for _, value in recent)
+            seconds = metrics["step_time"]
+            minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
+            left = f"left {minutes_left}:{seconds_left:02d}"
+            text = f"{name} {mean:.3f}  {seconds:.2f} s/step  {left}"
+            if has_bar:
+                progress.update(task, completed=step, description=text, refresh=True)
+            elif now - line_printed_at >= PERIOD or step == last_step:
+                self.say(f"step {step}/{last_step}  {text}")
+                line_printed_at = now
 
-        try:
-            yield advance
-        finally:
-            if progress.live.is_started:
-                progress.stop()
+        with progress if has_bar else nullcontext():
+            yield show
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print rows under the names of their columns."""
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+        """Print rows under their columns. On a narrow terminal, cells take several lines."""
+        table = Table(box=None, pad_edge=False, show_header=any(columns))
+        for i, name in enumerate(columns):
+            table.add_column(name, justify="right" if i else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
         self.say(f"\n{title}")
-        for row in (columns, *rows):
-            self.say("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
+        if not self.quiet:
+            Screen().print(table)
         self.say("")
 
     def introduce(
-        self, config: Config, why: str, task: Task, weights: Mapping[str, float], machines: str
+        self, config: Config, task: Task, weights: Mapping[str, float], machines: str
     ) -> None:
-        """Say what a step is, `why` defaults are what they are, and what the reward is."""
+        """Say what a step is, and what the reward is."""
         prompts = config.sampling.prompts_per_step
         completions = 1 if config.supervised else config.sampling.group_size
         self.say(
             f"{config.loss.name}: {prompts} prompts x {completions} completions per step, on "
             f"{machines}; learning rate {config.optimizer.learning_rate:g}"
         )
-        if why:
-            self.say(why)
         paid = [f"{x:g} x {name}" for name, x in weights.items() if x]
         self.say(f"reward: {' + '.join(paid) or 'none'}")
         if task.about:
             self.say(f"task: {task.about}")
 
-    def update(self, step: int, last_step: int, metrics: Mapping[str, float]) -> None:
-        """Say every 15 seconds where a run is: its mean reward or loss, and the time left."""
-        name = "reward" if "reward" in metrics else "loss"
-        self.values_since_line.append(metrics[name])
-        now = time.monotonic()
-        if now - self.line_printed_at >= 15 or step == last_step:
-            seconds = metrics["step_time"]
-            minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
-            self.say(
-                f"step {step}/{last_step}  {name} {fmean(self.values_since_line):.3f}  "
-                f"{seconds:.2f} s/step  left {minutes_left}:{seconds_left:02d}"
-            )
-            self.line_printed_at = now
-            self.values_since_line.clear()
-
     def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""
         self.estimates_by_step[step] = estimates
         greedy = headline(estimates)
-        shown = [f"{name} {estimates[name]}" for name in (greedy + SAMPLED, greedy)]
-        self.say(f"held out, step {step}: {', '.join(shown)}")
+        sampled = greedy + SAMPLED
+        shown = f"{sampled} {estimates[sampled]}, {greedy} {estimates[greedy]}"
+        self.say(f"held out, step {step}: {shown}")
 
     def measures(self, evaluations: Mapping[str, Mapping[str, float | Estimate]]) -> None:
         """Print the measures of evaluations, each in a column with its name."""

@@ -1,13 +1,26 @@
 """A run's logs: JSONL files, TensorBoard, and with --track also Weights & Biases or Trackio.
 
-A log never ends a run: what a full disk or a tracker does not take is lost with a warning. JSON is
+A log never ends a run: what a full disk or a tracker refuses is lost, with a warning. The JSON is
 strict: a value that is not finite is null.
+
+All lines of samples.jsonl and held_out.jsonl have `step` and the fields of `_shared_fields`.
+samples.jsonl has every ten steps the whole group of one prompt (`source` is `train`), and at each
+evaluation the completions of the same 32 held-out prompts (`source` is `held_out`):
+
+    train       advantage; tokens, as texts
+    held_out    decoding, which is greedy or sampled; right, which is 1, 0, or null if not known
+
+held_out.jsonl has the greedy answers of the last evaluation, which `minigrpo compare` pairs:
+
+    example             digest of all that the example says
+    greedy, sampled     values by measure; those of several sampled completions are means
 """
 
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,17 +28,22 @@ from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 
+from ..checkpoint import write_text
 from ..config import Config
 from ..errors import refusing
-from ..types import Warn
-from .checkpoint import write_text
+from ..identity import digest
+from ..metrics import Graded
+from ..statistics import PartlyKnown
+from ..text.encoding import token_texts
+from ..text.tokenizer import Tokenizer
+from ..types import RolloutBatch, Warn
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "eval.jsonl"
 SAMPLES = "samples.jsonl"
-HELD_OUT = "held_out.jsonl"  # the answers of the last evaluation, which `minigrpo compare` pairs
+HELD_OUT = "held_out.jsonl"
 LOGS = (METRICS, EVALUATIONS, SAMPLES, HELD_OUT)
-LogLine = Mapping[str, Any]  # an object of JSON; `step` is among its keys
+LogLine = Mapping[str, Any]  # a JSON object, with `step` among its keys
 
 
 def to_json(record: LogLine, indent: int | None = None) -> str:
@@ -35,10 +53,9 @@ def to_json(record: LogLine, indent: int | None = None) -> str:
 
 
 def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any]]:
-    """The objects with a step in a log, none if there is no file.
+    """The objects with a step in a log, or none if there is no file. A damaged line is left out.
 
-    A damaged line is left out with a warning. The last one may be incomplete: a run is writing it,
-    or was killed while it did.
+    The last line may be incomplete, because a run is writing it or was killed while it did.
     """
     records = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -54,40 +71,34 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
     return records
 
 
-def append(path: Path, lines: bytes) -> None:
-    """Add lines to a file, all or none of them; they never go on with a line that has no end."""
-    with open(path, "ab+", buffering=0) as file:
+def append(path: Path, text: str) -> None:
+    """Add lines to a file. A last line that has no end, as after a full disk, gets one first."""
+    with open(path, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            lines = b"\n" + lines
-        try:
-            while lines:  # a disk that fills up takes a part first
-                lines = lines[file.write(lines) :]
-        except OSError:
-            file.truncate(size)
-            raise
+            text = "\n" + text
+        file.write(text.encode())
 
 
 class RunLog:
-    """A run's logs. Until `open`, as in all processes but the main one, nothing is written."""
+    """The logs of a run. Only the main process opens them; until then nothing is written."""
 
     def __init__(self, warn: Warn, check: Callable[[], object] = lambda: None) -> None:
-        """`check`: raises RunFailed if the folder is another run's by now."""
+        """`check` raises RunFailed if the folder belongs to another run by now."""
         self.warn = warn
         self.check = check
         self.folder: Path | None = None
-        self.charts: dict[str, Any] = {}  # a `Board`, and the run of a tracker, by name
-        self.evaluated: list[dict[str, float]] = []  # the lines that eval.jsonl has already
-        self.has_warned = False
+        self.charts: dict[str, Any] = {}  # TensorBoard and a tracker, by name
+        self.evaluated: list[dict[str, float]] = []  # the lines of eval.jsonl
 
     def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
-        """Go on in `folder` with the logs of the run in `base`, without lines after `step`."""
+        """Continue the logs of the run in `base`, in `folder`, without lines after `step`."""
         self.folder = folder
         for name in LOGS:
             lines = read_jsonl(base / name, self.warn)
             kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
-            if name == EVALUATIONS:  # where null stands for NaN
+            if name == EVALUATIONS:
                 self.evaluated = [
                     {key: math.nan if value is None else value for key, value in line.items()}
                     for line in kept
@@ -100,36 +111,32 @@ class RunLog:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write(METRICS, step, [metrics])
-        curves = {name if "/" in name else f"train/{name}": metrics[name] for name in metrics}
+        curves = {x if "/" in x else f"train/{x}": value for x, value in metrics.items()}
         self._each_chart(lambda chart: chart.log(curves, step=step))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Log an evaluation, after its samples: a resume takes it as done."""
+        """Log an evaluation. Its samples come first, because a resume takes it as done."""
         self.write(EVALUATIONS, step, [values])
         curves = {f"eval/{name}": value for name, value in values.items()}
         self._each_chart(lambda chart: chart.log(curves, step=step))
 
     def write(self, name: str, step: int, records: Iterable[LogLine], mode: str = "a") -> None:
-        """Write lines to a log; warn of the first that cannot be written."""
+        """Write lines to a log, or warn that they are lost."""
         if self.folder is None:
             return
         self.check()
         lines = "".join(to_json({"step": step, **record}) for record in records)
+        write = write_text if mode == "w" else append
         try:
-            if mode == "w":
-                write_text(self.folder / name, lines)
-            else:
-                append(self.folder / name, lines.encode())
+            write(self.folder / name, lines)
         except OSError as error:
-            if not self.has_warned:
-                self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
-            self.has_warned = True
+            self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
 
     def close(self) -> None:
         self._each_chart(lambda chart: chart.finish())
 
     def _each_chart(self, action: Callable[[Any], object]) -> None:
-        """Have TensorBoard and the tracker do something; one that fails is not asked again."""
+        """Call TensorBoard and the tracker. One that fails is not called again."""
         for name, chart in list(self.charts.items()):
             try:
                 action(chart)
@@ -139,7 +146,7 @@ class RunLog:
 
 
 class Board(SummaryWriter):
-    """TensorBoard, with the methods of a tracker's run."""
+    """TensorBoard with the methods of a tracker."""
 
     finish = SummaryWriter.close
 
@@ -150,11 +157,11 @@ class Board(SummaryWriter):
 
 
 def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
-    """The run of --track in wandb or trackio, by its name; a second start continues it."""
+    """The tracker of --track by its name, or nothing. A second start continues its run."""
     name = config.run.track
     if name == "none":
         return {}
-    file = folder / "track_id"  # the name of the run in its tracker, which a resume continues
+    file = folder / "track_id"  # the name of the run in its tracker
     track_id = file.read_text("utf-8") if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
     options = {"id": track_id, "dir": str(folder)} if name == "wandb" else {}
     project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
@@ -164,3 +171,62 @@ def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
         )
     file.write_text(track_id, "utf-8")
     return {name: tracked}
+
+
+def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer) -> None:
+    """Every ten steps, log the group of the batch's first prompt."""
+    if batch.advantages is None or step % 10:
+        return
+    completions = batch.completions
+    records = []
+    for g, advantage in enumerate(batch.advantages[0].tolist()):
+        ids = completions.completion_ids[0, g][completions.completion_mask[0, g]].tolist()
+        own = {"advantage": advantage, "tokens": token_texts(tokenizer, ids)}
+        records.append({"source": "train", **_shared_fields(batch, 0, g), **own})
+    log.write(SAMPLES, step, records)
+
+
+def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
+    """Log the answers of an evaluation, and the completions of its first prompts."""
+    for reward, scores in greedy.rewards.scores.items():
+        num_failed = scores.failed.sum() + drawn.rewards.scores[reward].failed.sum()
+        if num_failed:  # eval.jsonl does not tell
+            log.warn(f"evaluation at step {step}: {reward} failed on {num_failed} completions")
+    samples = []
+    for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
+        right = graded.right
+        for i in range(min(32, len(graded.examples))):
+            fields = _shared_fields(graded, i, 0)
+            is_right = float(right.values[i, 0]) if right.known[i, 0] else None
+            own = {"decoding": decoding, "right": is_right}
+            samples.append({"source": "held_out", **fields, **own})
+    answers = []
+    for i, example in enumerate(greedy.examples):
+        fields = _shared_fields(greedy, i, 0)
+        values = {"greedy": _known(greedy.measures, i), "sampled": _known(drawn.measures, i)}
+        answers.append({"example": digest(replace(example, index=0)), **fields, **values})
+    log.write(HELD_OUT, step, answers, mode="w")  # replaces the answers of the last evaluation
+    log.write(SAMPLES, step, samples)
+
+
+def _shared_fields(done: Graded | RolloutBatch, p: int, g: int) -> LogLine:
+    """The fields that all records have, for completion g of prompt p."""
+    example = done.examples[p]
+    text = done.texts[p][g]
+    rewards = done.rewards
+    assert rewards is not None
+    return {
+        "index": example.index,
+        "kind": example.kind,
+        "prompt": example.prompt,
+        "messages": list(example.messages),
+        "truth": example.answer,
+        "completion": text,  # the last turn of a dialogue
+        "dialogue": text.messages if text.is_dialogue else [],  # all messages after the prompt
+        "parts": _known(rewards.scores, (p, g)),
+        "reward": float(rewards.total[p, g]) if rewards.total_known[p, g] else None,
+    }
+
+
+def _known(numbers: Mapping[str, PartlyKnown], place: int | tuple[int, int]) -> dict[str, float]:
+    return {name: float(x.values[place]) for name, x in numbers.items() if x.known[place]}

@@ -2,7 +2,7 @@
 
     config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json
     model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
-    checkpoints/step_NNNNNN/  trained_on.npy  hung_calls.jsonl  tensorboard/  profile/  track_id
+    checkpoints/step_NNNNNN/  trained_on.npy  hung_call.txt  tensorboard/  profile/  track_id
 
 A folder belongs to one run: `--resume auto` goes on in it, and a branch from an earlier step needs
 another folder. So a start removes nothing but log lines of steps that it makes again. A checkpoint
@@ -11,10 +11,9 @@ is the first file: a folder with any other, but no whole checkpoint, has lost it
 
 import fcntl
 import os
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,16 +23,7 @@ import numpy as np
 import tomli_w
 import torch
 
-from ..config import Config, places
-from ..model.hf import ADAPTER_FILE, WEIGHTS
-from ..model.lora import adapters, peft_files
-from ..model.transformer import Transformer
-from ..runtime.distributed import DistContext
-from ..runtime.guard import RunFailed
-from ..runtime.optimizer import learning_rate_at
-from ..types import ConfigError, Warn
-from ..userfiles import files_read, sha256_now, sha256_of
-from .checkpoint import (
+from ..checkpoint import (
     CHECKPOINTS,
     State,
     checkpoints,
@@ -43,14 +33,24 @@ from .checkpoint import (
     write_atomically,
     write_text,
 )
+from ..config import Config
+from ..guard import RunFailed
+from ..model.hf import ADAPTER_FILE, WEIGHTS
+from ..model.lora import adapters, peft_files
+from ..model.source import RECORD
+from ..model.transformer import Transformer
+from ..optimizer import learning_rate_at
+from ..runtime.distributed import DistContext
+from ..runtime.hangs import tracing
+from ..settings import places
+from ..types import ConfigError, Warn
+from ..userfiles import files_read, sha256_of
 from .console import Console
 from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 
-RECORD = "config.toml"
 SUMMARY = "summary.json"
 TRAINED_ON = "trained_on.npy"
 LOCK = ".lock"
-WEIGHTS_OF = "weights of "  # begins the keys of checksums in the record
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
 MACHINE = ("torch", "threads", "processes", "gpu")  # what may change the bits of a run
@@ -62,10 +62,7 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in locked])
 
 
 def choose_folder(config: Config, dist: DistContext) -> Path:
-    """The absolute folder of a run, the same in all processes.
-
-    Choose it before users' code runs, which may change the current folder.
-    """
+    """The folder of a run in all processes, absolute, as users' code may leave the current one."""
     loss = config.loss.name.rpartition(":")[2]
     # to the microsecond, because an array of jobs starts in one second
     name = config.run.out_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}-{loss}"
@@ -82,28 +79,25 @@ class RunDir:
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
     questions: Questions
-    code: Mapping[str, str] = field(default_factory=dict)  # digests of the caller's objects
-    checksums: dict[str, str] = field(default_factory=dict)  # see `Parts.recognise`
+    code: Mapping[str, str]  # digests of the caller's objects
+    checksums: dict[str, str]  # see `recognise`; a reward adds those of its models later
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / CHECKPOINTS
-        # without those of a single start
+        # the settings without those of a single start
         self.record = self.config.replace(out_dir="", resume="", stop_after=0)
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         found = str(torch.__version__), torch.get_num_threads(), self.dist.world_size, gpu
         self.machine = dict(zip(MACHINE, found, strict=True))
-        data = {str(file): sha256_of(file) for file in data_files(self.config)}
+        names = f"{self.config.task.data},{self.config.task.eval_data}".split(",")
+        files = [str(Path(name.strip()).absolute()) for name in names]
+        data = {file: sha256_of(file) for file in files if os.path.isfile(file)}
         self.contents = {**data, **files_read(), **self.code}
-        # a checkpoint has these, and a run that goes on from it must be the same
-        self.identity = {
-            **self.record.flat(),
-            **self.machine,
-            **self.facts,
-            "checksums": self.checksums,  # those of a reward's models come later
-        }
-        self.saved_step = -1  # of the newest checkpoint in this folder
+        self.identity = {**self.record.flat(), **self.machine, **self.facts}
+        self.saved_step = -1  # step of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
         self._lock: TextIO | None = None
+        self._open_files = ExitStack()
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
@@ -130,7 +124,8 @@ class RunDir:
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / LOCK, "a", encoding="utf-8")
+        lock = open(self.path / LOCK, "a", encoding="utf-8")
+        self._lock = self._open_files.enter_context(lock)
         locked.add(self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,10 +138,7 @@ class RunDir:
         return newest(self.path, self.console.warn) if holds_a_run else None
 
     def check(self) -> None:
-        """Raise RunFailed unless the folder is still the one that this run has locked.
-
-        It may have been removed or renamed, and another run may have begun under its name.
-        """
+        """Raise RunFailed if the folder was removed, renamed or replaced since it was locked."""
         if self._lock is None:
             return
         try:
@@ -160,8 +152,8 @@ class RunDir:
         """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
-        said = list[str]()
-        for name, now in {**self.record.flat(), **self.facts, **self.machine}.items():
+        warn = self.console.warn if self.dist.is_main else lambda text: None
+        for name, now in self.identity.items():
             if then.get(name) == now:
                 continue
             if name in self.facts:
@@ -174,16 +166,14 @@ class RunDir:
                 before = learning_rate_at(step, self.config.replace(max_steps=then[name]))
                 rate = learning_rate_at(step, self.config)
                 effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
-            said.append(f"{change}: {effect}")
+            warn(f"{change}: {effect}")
         for name, before in then["contents"].items():
-            now = self.contents.get(name) or sha256_now(name)  # users' code may import it later
+            now = self.contents.get(name) or sha256_of(name)  # users' code may import it later
             if now and now != before:
-                said.append(f"--resume: {name} has changed since: it is used as it is now")
+                warn(f"--resume: {name} has changed since: it is used as it is now")
         for name, before in then["checksums"].items():
             if self.checksums.setdefault(name, before) != before:
-                raise ConfigError(f"--resume: {name}: its weights have changed since")
-        for text in said if self.dist.is_main else ():
-            self.console.warn(text)
+                raise ConfigError(f"--resume: the {name} have changed since")
 
     def open_log(self, state: State) -> RunLog:
         """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
@@ -192,8 +182,7 @@ class RunDir:
         def begin() -> None:
             trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)  # before any other file
-            weights = {WEIGHTS_OF + name: found for name, found in self.checksums.items()}
-            versions = {**self.machine, **self.contents, **weights}
+            versions = {**self.machine, **self.contents, **self.checksums}
             tables = self.record.model_dump(exclude_none=True) | {"versions": versions}
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
@@ -207,6 +196,8 @@ class RunDir:
 
         try:
             self.dist.on_main(begin)
+            if self.path.is_dir():  # it may be on another machine
+                self._open_files.enter_context(tracing(self.path))
         except BaseException:
             self.close()
             raise
@@ -214,8 +205,7 @@ class RunDir:
 
     def close(self) -> None:
         """Unlock the folder."""
-        if self._lock is not None:
-            self._lock.close()
+        self._open_files.close()
         self._lock = None
 
     def save(self, state: State, *, required: bool = False) -> None:
@@ -224,12 +214,13 @@ class RunDir:
             with self._writing(f"step {state['step']}", required=required):
                 # users' code may have imported more since the run began
                 contents = files_read() | self.contents
-                whole = state | {"run": {**self.identity, "contents": contents}}
-                save_checkpoint(self.checkpoints, whole, keep_last=self.config.run.keep_last)
+                run = {**self.identity, "contents": contents, "checksums": self.checksums}
+                keep_last = self.config.run.keep_last
+                save_checkpoint(self.checkpoints, {**state, "run": run}, keep_last=keep_last)
                 self.saved_step = state["step"]
 
     def save_end(self, model: Transformer, state: State, base: str) -> None:
-        """Write weights, which matter most if there is little room; `base`: see `Parts.base`."""
+        """Write weights, which matter most if there is little room. Adapters are for `base`."""
         weights = {WEIGHTS: model.save_pretrained}
         files = peft_files(model, base=base) if adapters(model) else weights
         for name, write in files.items():
@@ -249,27 +240,10 @@ class RunDir:
         try:
             yield
         except Exception as error:  # safetensors has errors of its own
-            said = f"{what}: NOT SAVED in {self.path} ({error})"
+            message = f"{what}: NOT SAVED in {self.path} ({error})"
             if required:
-                raise RunFailed(said) from error
-            self.console.warn(said)
-
-
-def data_files(config: Config) -> list[Path]:
-    """The files of --data and --eval-data."""
-    names = f"{config.task.data},{config.task.eval_data}".split(",")
-    paths = [Path(name.strip()).absolute() for name in names]
-    return [path for path in paths if path.is_file()]
-
-
-def recorded_checksums(run: Path) -> dict[str, str]:
-    """What `Parts.recognise` took in a run, by name."""
-    versions = tomllib.loads((run / RECORD).read_text("utf-8")).get("versions", {})
-    return {
-        name.removeprefix(WEIGHTS_OF): found
-        for name, found in versions.items()
-        if name.startswith(WEIGHTS_OF)
-    }
+                raise RunFailed(message) from error
+            self.console.warn(message)
 
 
 def trained_on(run: Path) -> np.ndarray:
@@ -280,9 +254,7 @@ def trained_on(run: Path) -> np.ndarray:
 
 def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> None:
     """Say how many held-out questions a run, or the one that it began from, was trained on."""
-    if not questions:
-        return
-    held_out = questions[1]
+    held_out = questions[1] if questions else np.zeros(0)
     known = np.isin(held_out, trained_on(Path(model))).sum()
     if known:
         warn(f"{model} has seen {known} of {len(held_out)} held-out questions: scores are too good")

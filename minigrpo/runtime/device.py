@@ -1,4 +1,4 @@
-"""Device and precision, one function per flag; and what a step took: seconds, memory, a trace."""
+"""Device and precision, and measures of a step's time and memory."""
 
 import ctypes
 import resource
@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import RunConfig, SpeedConfig
+from ..guard import NonFiniteGuard
 from ..model.transformer import Transformer
+from ..settings import RunConfig, SpeedConfig
 from ..types import ConfigError
-from .guard import NonFiniteGuard
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
@@ -33,10 +33,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
-    """What holds for the whole process: --use-tf32, and on a CPU keeping freed memory.
+    """Set what holds for the whole process: --use-tf32, and on a CPU to keep freed memory.
 
     The allocator would return large blocks to the kernel at once, which clears each page of the
-    next tensor when it is touched first. With large embeddings that took a quarter of a step.
+    next tensor when it is first touched. With large embeddings that took a quarter of a step.
     """
     torch.set_float32_matmul_precision("high" if speed.use_tf32 else "highest")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -47,31 +47,22 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Precision:
-    """In which precision the learner, the sampler and frozen models compute."""
+    """The precision in which the learner, the sampler and frozen models compute."""
 
     speed: SpeedConfig
     device: torch.device
-    guard: NonFiniteGuard  # counts bad steps, and falls back to float32
+    guard: NonFiniteGuard
 
     def autocast(self) -> torch.autocast:
         """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
-        enabled = self.speed.use_amp and not self.guard.halvings
+        enabled = self.speed.use_amp and self.guard.halvings == 0
         return torch.autocast(self.device.type, getattr(torch, self.speed.amp_dtype), enabled)
 
 
-def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
-    """The loss scaler for --amp-dtype float16; disabled for bfloat16, which needs none."""
-    half = speed.use_amp and speed.amp_dtype == "float16"
-    if half and device.type != "cuda":
-        raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
-    return torch.amp.GradScaler(device.type, enabled=half)
-
-
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
-    """With --use-amp, a copy with the frozen linear layers of the blocks in --amp-dtype.
+    """With --use-amp, a copy with frozen linear layers in --amp-dtype. It shares all other weights.
 
-    It shares all other parameters, and its results are those of autocast. That casts a trained
-    weight once for all products in its context, but a frozen one again for each.
+    Its results are those of autocast, which casts a frozen weight again for each product.
     """
     if not speed.use_amp:
         return model
@@ -112,11 +103,12 @@ class PhaseTimer:
 def memory_mib(device: torch.device) -> dict[str, float]:
     """The peaks so far: allocated and reserved on the CUDA device, else resident in the process.
 
-    What is reserved but not allocated are gaps, which no other allocation fits into.
+    Memory that is reserved but not allocated is in gaps that no other allocation fits into.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**20
-        return {"peak": peak, "reserved": torch.cuda.max_memory_reserved(device) / 2**20}
+        reserved = torch.cuda.max_memory_reserved(device) / 2**20
+        return {"peak": peak, "reserved": reserved}
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 

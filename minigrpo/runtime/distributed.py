@@ -1,4 +1,4 @@
-"""Communication between the processes of a run. With one process, nothing is communicated.
+"""Communication between the processes of a run; with one process, there is none.
 
 All processes call the same methods in the same order. No other module uses torch.distributed.
 """
@@ -19,11 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, error_text, refusing
-from .guard import RunFailed
+from ..guard import RunFailed
 
 T = TypeVar("T")
 COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged
-TIMEOUT = timedelta(minutes=10)  # of a collective
+TIMEOUT = timedelta(minutes=10)  # time limit of a collective
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class DistContext:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    patient: dist.ProcessGroup | None = None  # all, for calls that wait days for the main one
+    patient: dist.ProcessGroup | None = None  # all processes, when they may wait days for one
 
     @classmethod
     def from_env(cls) -> "DistContext":
-        """Join the processes that torchrun started; without torchrun, a run of one process."""
+        """Join the processes that torchrun started. Without torchrun, the run has one process."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
         with refusing("WORLD_SIZE is set, but not what torchrun sets with it"):
@@ -59,36 +59,36 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that evaluates, logs and saves."""
+        """Whether this process evaluates, logs and saves."""
         return self.rank == 0
 
     def share(self, num_prompts: int) -> range:
-        """This process's prompts of a step: an equal, consecutive share."""
+        """The prompts of a step that are this process's: equally many for each, in order."""
         each, left_over = divmod(num_prompts, self.world_size)
         if left_over:
             raise ConfigError(f"--prompts-per-step must be a multiple of {self.world_size}")
         return range(self.rank * each, (self.rank + 1) * each)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes, of the shape of `values`; the same in all of them to the bit."""
+        """The sum over processes, the same in all of them to the bit."""
         return self.gather(values[None]).sum(0)
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest over processes, element by element, of the shape of `values`."""
+        """The largest values over processes."""
         return self.gather(values[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Means of metrics over all processes, without NaN; sums of those of COUNTED."""
-        known = [values[~np.isnan(values)] for values in metrics.values()]
-        own = torch.tensor([[x.sum(), x.size] for x in known], dtype=torch.float64)  # [metrics, 2]
-        return {
-            name: total if name.endswith(COUNTED) else total / count
-            for name, (total, count) in zip(metrics, self.sum(own).tolist(), strict=True)
-            if count
-        }
+        """The means of metrics that have values in any process, or the sums of those in COUNTED."""
+        own = [[values.sum(), values.size] for values in metrics.values()]
+        totals = self.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        combined = {}
+        for name, (total, count) in zip(metrics, totals, strict=True):
+            if count:
+                combined[name] = total if name.endswith(COUNTED) else total / count
+        return combined
 
     def gather(self, share: Tensor) -> Tensor:
-        """Concatenate equal shares in order of rank: `[P / world_size, ...]` -> `[P, ...]`."""
+        """Concatenate equal shares in the order of ranks: `[P / world_size, ...]` -> `[P, ...]`."""
         if self.world_size == 1:
             return share
         shares = [torch.empty_like(share) for _ in range(self.world_size)]
@@ -99,29 +99,31 @@ class DistContext:
         """Run a function in the main process; return its result in all. If it fails, all raise."""
         if self.world_size == 1:
             return function()
-        outcome: list[Any] = [None, ""]  # the result; the error
+        sent: list[Any] = [None, ""]  # the result, and what an error says
         try:
             if self.is_main:
-                outcome[0] = function()
+                sent[0] = function()
         except BaseException as error:
-            outcome[1] = f"rank 0: {error_text(error)}"
+            sent[1] = f"rank 0: {error_text(error)}"
             raise
         finally:
-            dist.broadcast_object_list(outcome, group=self.patient)
-        if outcome[1]:
-            raise RunFailed(outcome[1])
-        return outcome[0]
+            dist.broadcast_object_list(sent, group=self.patient)  # replaces the items elsewhere
+        result, error_said = sent
+        if error_said:
+            raise RunFailed(error_said)
+        return result
 
     def refuse_differences(self, values: Mapping[str, str]) -> None:
-        """Raise ConfigError, in all of several processes, unless all have the same values."""
+        """Raise ConfigError, in all of several processes, if two have another value of a name."""
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, dict(values), group=self.patient)
         for name in dict.fromkeys(chain(*everyone)):  # some may have files that others have not
-            if len({of_one[name] for of_one in everyone if name in of_one}) > 1:
+            found = {values_of_one[name] for values_of_one in everyone if name in values_of_one}
+            if len(found) > 1:
                 raise ConfigError(f"processes differ in {name}, as by a shuffle or another version")
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as DDP: it sends the main process's weights here, and averages gradients."""
+        """The model as DDP, which starts from the main process's weights and averages gradients."""
         if self.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -1,4 +1,4 @@
-"""Stop on a signal: finish the step or break off the evaluation, save, and exit with code 0."""
+"""Signals that stop a run: it finishes its step, or breaks off its evaluation, and saves."""
 
 import signal
 import threading
@@ -10,21 +10,21 @@ import torch
 
 from ..types import Warn
 from .distributed import DistContext
-from .pool import STOP_SIGNALS
+from .processes import STOP_SIGNALS
 
 REASONS = ("", *STOP_SIGNALS)
-SAME_REQUEST = 1.0  # seconds: the terminal and the launcher may both send the same signal
+SAME_REQUEST = 1.0  # seconds within which the terminal and the launcher may send one request
 
 
 class Stopped(KeyboardInterrupt):
     """A request to stop has broken off an evaluation or a step, before it changed anything.
 
-    Code of others that catches any Exception lets it pass.
+    It is not an Exception, so that users' code does not catch it by chance.
     """
 
 
 class StopRequest(ExitStack):
-    """Context manager that catches signals. The first asks to stop; a later one stops at once."""
+    """A context that catches signals. The first one asks to stop; a later one stops at once."""
 
     def __init__(self, say: Warn) -> None:
         super().__init__()  # a stack of callbacks, which restore the former handlers
@@ -35,20 +35,23 @@ class StopRequest(ExitStack):
 
     def __enter__(self) -> "StopRequest":
         self.reason = ""
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            for number in (signal.Signals[name] for name in REASONS[1:]):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    before = signal.signal(number, self._caught)
-                    self.callback(signal.signal, number, before)
+        if threading.current_thread() is not threading.main_thread():  # it may set no handlers
+            return self
+        for name in STOP_SIGNALS:
+            number = signal.Signals[name]
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                before = signal.signal(number, self._caught)
+                self.callback(signal.signal, number, before)
         return self
 
     def agreed(self, dist: DistContext) -> str:
-        """Why to stop, or ""; a collective: the same in all processes, if only one got a signal."""
-        return REASONS[int(dist.max(torch.tensor(REASONS.index(self.reason))))]
+        """The reason to stop, or "". It is the same in all processes, even if one got a signal."""
+        own = torch.tensor(REASONS.index(self.reason))
+        return REASONS[int(dist.max(own))]
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Work that the first signal breaks off at once: it raises Stopped."""
+        """A context for work that the first signal breaks off at once, by raising Stopped."""
         try:
             self.breaks_off = True
             self._check()  # it may have come before

@@ -1,4 +1,4 @@
-"""The trainer's side of the sandbox: warm workers, and what it asks of the programs in them."""
+"""The trainer's side of the sandbox: it keeps idle workers, and asks the programs in them."""
 
 import ast
 import io
@@ -9,111 +9,107 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..clock import running_seconds
 from .worker import frame, receive
 
-# wall time, of CPU time: generous, because a pause of the machine makes no right program wrong
+# Wall time is this factor times CPU time, and some more, because a busy machine must not make a
+# right program wrong.
 WALL_FACTOR, WALL_EXTRA_S = 3.0, 5.0
-PATIENCE_S = 20.0  # for a worker to start, and to end a program, on a busy machine
-PAUSE_S = 1.0  # of the trainer, which may have cost a program its time
+PATIENCE_S = 20.0  # limit for a worker to start, and to end a program, on a busy machine
+PAUSE_S = 1.0  # pause of the job that may have cost a program its time
+
+# Asks a program's process to "exec" or "eval" a source. It gives [the value], which is None for
+# statements, or [] if the source raises or the value is not plain.
+Ask = Callable[[str, str], list[object]]
 
 
 def run_tests(
     code: str, tests: Sequence[str], setup: str = "", timeout_s: float = 3.0
 ) -> list[bool]:
-    """Run code in a process of its own, then `setup`, then each test; one verdict per test.
+    """Run code in a process of its own, then `setup`, then each test; return a verdict per test.
 
     A test is a statement, such as `assert f(2) == 5`. All of them together have `timeout_s` seconds
     of CPU time, rounded up. After a pause of the job, they run again. Raises OSError if no process
     can be started.
     """
-    begun = time.monotonic() - running_seconds()  # grows by pauses alone
+    paused_before = time.monotonic() - running_seconds()  # only pauses change the difference
     verdicts = run_once(code, tests, setup, timeout_s)
-    if not all(verdicts) and time.monotonic() - running_seconds() > begun + PAUSE_S:
+    paused = time.monotonic() - running_seconds() - paused_before
+    if not all(verdicts) and paused > PAUSE_S:
         return run_once(code, tests, setup, timeout_s)
     return verdicts
 
 
 def run_once(code: str, tests: Sequence[str], setup: str, timeout_s: float) -> list[bool]:
-    """The verdicts, in which a pause of the job counts like any other time."""
+    """The verdicts of a single run, in which a pause of the job counts as time of the program."""
     expressions = [sides(test) for test in tests]
     expected = values_of([right for _, right in expressions], timeout_s)
-    with running(timeout_s) as program:
-        loaded = program.ask("exec", f"{code}\n{setup}") == [None]
+    with running(timeout_s) as ask:
+        loaded = ask("exec", f"{code}\n{setup}") == [None]
         verdicts = []
         for test, (left, _), value in zip(tests, expressions, expected, strict=True):
-            if value:
-                verdicts.append(loaded and program.ask("eval", left) == value)
-            else:
-                verdicts.append(loaded and program.ask("exec", test) == [None])
+            kind, source = ("eval", left) if value else ("exec", test)
+            verdicts.append(loaded and ask(kind, source) == (value or [None]))
     return verdicts
 
 
 def values_of(rights: Sequence[str], timeout_s: float) -> list[list[object]]:
-    """[The value of each right side]; [] of one that has none, or no plain one.
+    """For each right side [its value], or [] if it has none that is plain.
 
-    A process without the program evaluates what is no literal: a program could find the values in
-    the memory of its own process.
+    A process without the program evaluates right sides that are not literals, because a program
+    could find the values in the memory of its own process.
     """
-    values = list(map(literal, rights))
-    unknown = [number for number, right in enumerate(rights) if right and not values[number]]
+    values: list[list[object]] = [[] for _ in rights]
+    unknown = []
+    for number, right in enumerate(rights):
+        try:
+            value = ast.literal_eval(right)
+            frame(value)  # an error if it is not plain
+            values[number] = [value]
+        except Exception:
+            if right:
+                unknown.append(number)
     if unknown:
-        with running(timeout_s) as other:
+        with running(timeout_s) as ask:
             for number in unknown:
-                values[number] = other.ask("eval", rights[number])
+                values[number] = ask("eval", rights[number])
     return values
 
 
-def literal(right: str) -> list[object]:
-    """[The value of a plain literal]; [] of any other expression."""
-    with suppress(Exception):
-        value = ast.literal_eval(right)
-        frame(value)  # an error if it is not plain
-        return [value]
-    return []
-
-
 @contextmanager
-def running(timeout_s: float) -> Iterator["Program"]:
-    """A new process for a program; its worker ends it, with all that it started."""
+def running(timeout_s: float) -> Iterator[Ask]:
+    """Start a process for a program; its worker ends it, with its threads, after use."""
     try:
         worker = _idle.pop()
         connection = worker.start()
-    except (IndexError, OSError):  # none is idle, or the system has ended it
+    except (IndexError, OSError):  # no worker is idle, or the system has ended it
         worker = Worker()
         connection = worker.start()
-    yield Program(connection, timeout_s)
+    deadline = time.monotonic() + WALL_FACTOR * timeout_s + WALL_EXTRA_S
+    stream = connection.makefile("rwb")
+    stream.write(frame(timeout_s))  # sent with the first request
+
+    def ask(kind: str, source: str) -> list[object]:
+        key = secrets.token_hex(8)  # the program echoes it after the work
+        with suppress(Exception):  # the program may send anything
+            connection.settimeout(deadline - time.monotonic())  # an error if none is left
+            stream.write(frame((kind, source)) + frame(key))
+            stream.flush()
+            echoed = receive(stream)
+            answer = receive(stream)
+            if echoed == key:
+                return answer
+        return []
+
+    yield ask
     connection.close()
     with suppress(OSError):
         worker.control.sendall(b"e")
         _idle.append(worker)
-
-
-class Program:
-    """The process of one program, which answers until its time is up."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self.connection = connection
-        self.deadline = time.monotonic() + WALL_FACTOR * timeout_s + WALL_EXTRA_S
-        self.stream = connection.makefile("rwb")
-        self.stream.write(frame(timeout_s))  # sent with the first request
-
-    def ask(self, kind: str, source: str) -> list[object]:
-        """[The value of an expression, None of statements]; [] if it raises or is not plain."""
-        key = secrets.token_hex(8)  # shows that an answer is one
-        with suppress(Exception):  # the program may send anything
-            self.connection.settimeout(self.deadline - time.monotonic())  # an error if none is left
-            self.stream.write(frame((kind, source)) + frame(key))
-            self.stream.flush()
-            echoed = receive(self.stream)
-            answer = receive(self.stream)
-            if echoed == key:
-                return answer
-        return []
 
 
 class Worker:
@@ -123,7 +119,7 @@ class Worker:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(PATIENCE_S)
         self.process = subprocess.Popen(
-            # no site-packages, and the same hashes in every run
+            # without site-packages, and with the same hashes in every run
             [sys.executable, "-S", "-P", Path(__file__).with_name("worker.py")],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
@@ -139,21 +135,21 @@ class Worker:
             raise ConnectionError("the process that runs code has ended")
         unheld = receive(io.BytesIO(message))
         if unheld:
-            # with this stacklevel it is said once, wherever programs are run from
+            # with this stacklevel Python shows the warning once, whoever runs programs
             warnings.warn(
                 f"the kernel does not keep programs in the sandbox from {' and '.join(unheld)}: "
-                "only an audit hook of Python does, which hostile code gets around",
+                "only an audit hook of Python does, and hostile code can get around it",
                 stacklevel=1,
             )
         return socket.socket(fileno=descriptors[0])
 
 
-# One for each thread that has run code at the same time. A worker ends when its connection does.
+# One worker for each thread that ran code at the same time. It ends when its connection closes.
 _idle: list[Worker] = []
 
 
 def sides(test: str) -> tuple[str, str]:
-    """The sides of `assert left == right`; empty ones of a test that is something else."""
+    """The two sides of `assert left == right`, or empty texts for another kind of test."""
     with suppress(SyntaxError, ValueError):
         match ast.parse(test).body:
             case [ast.Assert(ast.Compare(left, [ast.Eq()], [right]))]:

@@ -1,12 +1,8 @@
-"""A worker of the sandbox: forks a process per program, and ends it.
+"""A worker of the sandbox: it forks a process for each program, and ends it.
 
-It is started by its path, so it imports nothing but the standard library. It never reads a program
-or a test: the trainer gets a connection to each forked process. What a program sends there is a
-value that it could have returned, so nothing in its process has to be safe from it.
-
-The kernel is the first to refuse what a program must not reach: files by Landlock, and all else by
-a filter of system calls (seccomp). An audit hook is the second line, and the only one where the
-kernel has neither.
+The worker is started by its path, so it imports only the standard library. It never reads a program
+or a test: the trainer gets a connection to each forked process. Anything that a program sends there
+is a value that it could have returned, so nothing in its process has to be safe from it.
 """
 
 import builtins
@@ -30,23 +26,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-globals()["__builtins__"] = vars(builtins).copy()  # a program may replace those of the module
+globals()["__builtins__"] = vars(builtins).copy()  # a program may replace functions of `builtins`
 
-LARGEST = 2 << 20  # bytes of a message
-CONTAINERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, dict, frozenset)}
+LARGEST = 2 << 20  # most bytes of a message
+CONTAINERS: dict[str, Any] = {each.__name__: each for each in (list, tuple, dict, frozenset)}
 LIMITS = {"AS": 512 << 20, "FSIZE": 0, "NOFILE": 64, "CORE": 0}
-READS = os.O_RDONLY | os.O_CLOEXEC  # as `open` does
-# whose audit events are refused: processes and signals, C code, the network, files apart from
-# opening and listing them, and the objects of this process
+READS = os.O_RDONLY | os.O_CLOEXEC  # the flags of `open` for reading
+# Modules whose audit events are refused: processes and signals, C code, the network, files apart
+# from opening and listing them, and the objects of this process.
 REFUSED = "ctypes fcntl gc os pty resource signal socket sqlite3 subprocess"
-# what solutions import, read once for all of them
+# modules that solutions import, loaded once for all of them
 WARM = (
     "array bisect calendar cmath collections copy datetime decimal fractions functools hashlib"
     " heapq itertools operator re statistics string textwrap typing"
 )
-# modules whose C libraries may lie where no program can read, and are loaded before it starts
+# Modules with C libraries in folders that a program may be unable to read. They are loaded before.
 LINKED = "_bz2 _crypt _curses _lzma _sqlite3 _ssl _uuid _zstd pyexpat readline zlib"
-# the system calls that a program may make: to compute, import, wait, use threads, and answer
+# system calls that a program may make: to compute, import, wait, use threads, and answer
 CALLS = (
     "access alarm brk clock_getres clock_gettime clock_nanosleep close dup dup2 dup3 epoll_create1"
     " epoll_ctl epoll_pwait epoll_wait exit exit_group faccessat faccessat2 fstat futex getcwd"
@@ -57,8 +53,8 @@ CALLS = (
     " rt_sigtimedwait sched_getaffinity sched_yield select set_robust_list setitimer sigaltstack"
     " stat statx sysinfo time times umask uname write writev"
 )
-# further calls, which are allowed if an argument under a mask has a value:
-# name, number of the argument, mask, value
+# Further calls, which are allowed if an argument under a mask has a value. Each entry is (name,
+# number of the argument, mask, value).
 WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x10000
 INT, POINTER = 2**32 - 1, 2**64 - 1
@@ -66,18 +62,18 @@ LIMITED_CALLS = (
     ("clone", 0, CLONE_THREAD, CLONE_THREAD),  # a thread, not a process
     ("fcntl", 1, INT - 7, 0),  # the first commands; a later one lets a descriptor send signals
     ("fcntl", 1, INT, fcntl.F_DUPFD_CLOEXEC),
-    ("madvise", 2, INT - 63, 0),  # not the advice of root that memory of the machine is broken
+    ("madvise", 2, INT - 63, 0),  # later advice, for root, marks memory of the machine as broken
     ("open", 1, WRITES, 0),
     ("openat", 2, WRITES, 0),
-    ("prlimit64", 2, POINTER, 0),  # reads a limit, as no new one is given
+    ("prlimit64", 2, POINTER, 0),  # without a new limit, so it reads one
     ("sendto", 4, POINTER, 0),  # without an address, so to the trainer
 )
-# Landlock's system calls have the same numbers on all kinds of machines
+# Landlock's system calls have the same numbers on all machines
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 ASK_VERSION, PATH_BENEATH, READ_FILE, READ_DIR = 1, 1, 1 << 2, 1 << 3
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 SCMP_ACT_ERRNO, SCMP_ACT_ALLOW, SCMP_CMP_MASKED_EQ = 0x50000, 0x7FFF0000, 7
-# what the kernel does not keep a program from if it takes no such rules
+# what a program may do if the kernel does not take such rules
 NO_FILTER = (
     "starting processes, sending signals and opening sockets (libseccomp.so.2 is missing, or "
     "filters are forbidden)"
@@ -86,36 +82,36 @@ NO_LANDLOCK = "opening files (Landlock is missing)"
 
 
 def encode(value: Any) -> object:
-    """A plain value as JSON, of a subclass (a Counter) as its base; a TypeError for any other."""
+    """A plain value as JSON; a subclass, such as a Counter, as its base. Else raises TypeError."""
     if isinstance(value, int | float | str | None):
         return value
-    if isinstance(value, Set):  # and the views of a dict
+    if isinstance(value, Set):  # the views of a dict are sets too
         value = frozenset(value)
-    for name, kind in CONTAINERS.items():
-        if isinstance(value, kind):
-            contents = value.items() if kind is dict else value
+    for name, container in CONTAINERS.items():
+        if isinstance(value, container):
+            contents = value.items() if container is dict else value
             return {name: [encode(part) for part in contents]}
     raise TypeError("not a plain value")
 
 
-def decode(form: dict[str, object]) -> object:
-    """The container that `encode` made an object of, whose contents are decoded already."""
+def decode_container(form: dict[str, object]) -> object:
+    """The container that `encode` turned into an object; its contents are decoded already."""
     [(name, contents)] = form.items()
     return CONTAINERS[name](contents)
 
 
 def frame(message: object) -> bytes:
-    """A message as it is sent: a line of JSON."""
+    """A message as a line of JSON, which is the form that is sent."""
     return json.dumps(encode(message)).encode() + b"\n"
 
 
 def receive(stream: BufferedIOBase) -> Any:
-    """Read a message. Raises an error of some kind if none comes, or a wrong one."""
-    return json.loads(stream.readline(LARGEST), object_hook=decode)
+    """Read a message. Raises any error if none comes, or a malformed one."""
+    return json.loads(stream.readline(LARGEST), object_hook=decode_container)
 
 
 def hold_files() -> None:
-    """Let this process, and all that it forks, read the library and open no other file.
+    """Let this process, and all processes that it forks, open files of the library alone.
 
     Raises OSError if the kernel has no Landlock.
     """
@@ -141,16 +137,16 @@ def hold_files() -> None:
 
 
 def filter_of_calls() -> Callable[[], None]:
-    """A function that leaves its process no system calls but the listed ones, for good.
+    """A function that forbids its process all system calls but the listed ones, for good.
 
-    libseccomp knows their numbers on each kind of machine. Other calls fail like those that the
-    kernel does not have, so that the C library tries an older one. Raises OSError if libseccomp is
-    missing, or the kernel takes no filter.
+    libseccomp knows their numbers on each machine. Other calls fail as if the kernel did not have
+    them, so that the C library tries an older one. Raises OSError if libseccomp is missing, or the
+    kernel does not take filters.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None)
-    if ctypes.get_errno() != errno.EFAULT:  # a kernel that takes filters misses this one
-        raise OSError("the kernel takes no filter")
+    if ctypes.get_errno() != errno.EFAULT:  # a kernel that takes filters complains of the null
+        raise OSError("the kernel does not take filters")
     seccomp = ctypes.CDLL("libseccomp.so.2")
     seccomp.seccomp_init.restype = ctypes.c_void_p
     rules = ctypes.c_void_p(seccomp.seccomp_init(SCMP_ACT_ERRNO | errno.ENOSYS))
@@ -161,7 +157,7 @@ def filter_of_calls() -> Callable[[], None]:
 
     def allow(name: str, *condition: bytes) -> None:
         number = seccomp.seccomp_syscall_resolve_name(name.encode())
-        if number >= 0:  # this kind of machine has it
+        if number >= 0:  # else this machine does not have the call
             add = seccomp.seccomp_rule_add_array
             check(add(rules, SCMP_ACT_ALLOW, number, len(condition), *condition))
 
@@ -172,15 +168,15 @@ def filter_of_calls() -> Callable[[], None]:
     return lambda: check(seccomp.seccomp_load(rules))
 
 
-def serve(stream: BufferedIOBase, hold_calls: Callable[[], None] | None) -> NoReturn:
+def answer_requests(stream: BufferedIOBase, hold_calls: Callable[[], None] | None) -> NoReturn:
     """Run or evaluate one piece of Python after another, until this process is killed.
 
-    A program that looks at the frames of its callers finds no earlier answer there, and not the key
-    that shows that an answer is one: it is read after the work.
+    A program that looks at the frames of its callers finds neither an earlier answer there nor the
+    key that marks an answer, because the key is read after the work.
     """
     seconds = math.ceil(receive(stream))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    # dataclasses with annotations as texts look for the module of their class
+    # dataclasses whose annotations are texts look for the module of their class
     sys.modules["program"] = ModuleType("program")
     namespace = vars(sys.modules["program"])
     namespace["__builtins__"] = builtins
@@ -198,9 +194,9 @@ def serve(stream: BufferedIOBase, hold_calls: Callable[[], None] | None) -> NoRe
 
 
 def refuse_harm() -> None:
-    """Refuse from now on, with an error, what would reach outside this process."""
+    """Make everything that would reach outside this process raise an error from now on."""
     for place in (os, sys.modules["posix"]):
-        del place.mkfifo, place.mknod  # which raise no event
+        del place.mkfifo, place.mknod  # no audit event shows these calls
     library = tuple(path + "/" for path in sys.path)
     refused = set(REFUSED.split())
 
@@ -209,7 +205,7 @@ def refuse_harm() -> None:
             path = os.path.abspath(os.fsdecode(args[0])) + "/"
             harmless = path.startswith(library) and (event != "open" or args[2] == READS)
         elif event == "import":
-            harmless = args[0] != "_posixsubprocess"  # starts processes without an event
+            harmless = args[0] != "_posixsubprocess"  # it starts processes without an event
         else:
             harmless = event.partition(".")[0] not in refused
         if not harmless:
@@ -220,10 +216,12 @@ def refuse_harm() -> None:
 
 def main(control: socket.socket) -> None:
     """Serve until the trainer has closed the connection; fork while it is busy with answers."""
-    # what asks a run to stop leaves verdicts as they are: the run finishes its step first
+    # Signals that ask a run to stop do not change verdicts: the run finishes its step first, and
+    # programs ignore them too.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
-        signal.signal(signal.Signals[name], signal.SIG_IGN)  # in programs, too
-    Path("/proc/self/oom_score_adj").write_text("1000")  # not the trainer if memory runs out
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
+    # if memory runs out, the kernel ends this process rather than the trainer
+    Path("/proc/self/oom_score_adj").write_text("1000")
     for name in f"{WARM} {LINKED}".split():
         with suppress(ImportError):  # this Python was built without it
             __import__(name)
@@ -231,7 +229,7 @@ def main(control: socket.socket) -> None:
     for name, most in LIMITS.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     os.environ.clear()
-    time.tzset()  # reads the machine's zone, from a file that no program can read
+    time.tzset()  # reads the machine's time zone from a file that no program can read
     unheld = list[str]()  # what the kernel does not keep a program from
     hold_calls = None
     try:
@@ -252,16 +250,16 @@ def main(control: socket.socket) -> None:
                 os.dup2(1, 0)  # in place of the worker's connection
                 os.dup2(1, 2)
                 theirs.close()
-                serve(ours.makefile("rwb"), hold_calls)
+                answer_requests(ours.makefile("rwb"), hold_calls)
             finally:
-                os._exit(0)  # neither atexit nor finalizers of the program
+                os._exit(0)  # runs neither atexit nor finalizers of the program
         ours.close()
         done = b""
         with suppress(OSError), theirs:  # the trainer may have ended
             socket.send_fds(control, [frame(unheld)], [theirs.fileno()])
             done = control.recv(1)  # the trainer has its answers
         os.kill(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):  # it has no group yet
+        with suppress(ProcessLookupError):  # its group may not exist yet
             os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 

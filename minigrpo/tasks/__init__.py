@@ -1,1 +1,1 @@
-"""Tasks: where prompts come from, and how completions are scored. `base.load_task` makes one."""
+"""Tasks: where prompts come from, and how completions are scored. `loading.load_task` makes one."""

@@ -3,13 +3,13 @@ r"""The math task: word problems with a final answer that can be checked.
     GSM8K's lines   {"question": ..., "answer": "...\n#### 72"}
     MATH's lines    {"problem": ..., "solution": "... \boxed{72} ...", "type": ..., "level": ...}
 
-A prompt asks for the answer in the form that the data has, and it is looked for there: after the
-last `####`, or in the last `\boxed{}`. Without `--data` the questions are sums, `7+8+3+5=`, with
-completions such as `15,18,23####23`: the sum so far after each further number, then the answer.
+A prompt asks for the answer in the form that the data has: after the last `####`, or in the last
+`\boxed{}`. Without `--data` the questions are sums, `7+8+3+5=`, with completions such as
+`15,18,23####23`: the sum so far after each further number, then the answer.
 
-Plain numbers are compared exactly, and other formulas by math-verify where it is installed (the
-extra `math`), else as text. math-verify may work for hours on 9^{9^{9}}, and a multiplication of
-huge numbers cannot be interrupted in Python: it runs in processes that the system ends.
+Plain numbers are compared exactly, and other formulas by math-verify if it is installed (the extra
+`math`), else as text. math-verify may work for hours on 9^{9^{9}}, and Python cannot interrupt a
+multiplication of huge numbers. So math-verify runs in processes that the system ends.
 """
 
 import re
@@ -19,15 +19,17 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 from ..errors import RunFailed
-from ..runtime.pool import WorkerProcesses
-from ..runtime.rng import stream
+from ..rng import stream
+from ..runtime.processes import WorkerProcesses
 from ..types import ConfigError, Example
-from .base import Generated, SourceTask, is_held_out
-from .data import QUESTIONS, Files, Record, Row, Rows, text_of
+from .base import Generated, SourceTask
+from .rows import QUESTIONS, Record, Row, text_field
+from .splits import Files, Rows, is_held_out
 
 LONGEST = 300  # characters of an answer that are read
-PATIENCE_S = 60.0  # for math-verify on a busy machine; its own limit is one of CPU time
-HASHES = "####"  # the two forms of an answer
+PATIENCE_S = 60.0  # limit of wall time for math-verify on a busy machine, beside that of CPU time
+# the two forms of an answer
+HASHES = "####"
 BOXED = r"\boxed{}"
 REQUESTS = {
     HASHES: "Think step by step. End with a line that has #### and then the result as a number.",
@@ -38,7 +40,7 @@ REQUESTS = {
 class Math(SourceTask):
     """Scores completions by their final answer."""
 
-    parts: Mapping[str, float] = {  # each 0 or 1
+    reward_weights: Mapping[str, float] = {  # each 0 or 1
         "correct": 1.0,  # the final answer is the true one
         "format": 0.1,  # it is given in the form that the prompt asks for
     }
@@ -47,14 +49,14 @@ class Math(SourceTask):
     def __init__(
         self, seed: int, data: Files = (), eval_data: Files = (), chat: bool = False
     ) -> None:
-        """`chat`: prompts are messages of a user, not text that a base model continues."""
+        """With `chat`, prompts are messages of a user, not text that a base model continues."""
         self.seed = seed
         self.chat = chat
         self.verifier: MathVerify | None = None
-        made = Generated(self._sum, "sums of 3 to 6 numbers")
-        super().__init__(Rows(seed, data, eval_data, self._row) if data or eval_data else made)
-        if self.source is made:
+        if not (data or eval_data):
+            super().__init__(Generated(self._sum, "sums of 3 to 6 numbers"))
             return
+        super().__init__(Rows(seed, data, eval_data, self._row))
         if find_spec("math_verify"):
             self.verifier = MathVerify()
         else:
@@ -66,47 +68,49 @@ class Math(SourceTask):
         return {"correct": correct, "format": answer_in_form(text, form) != ""}
 
     def is_right(self, answer: str, truth: str, form: str) -> bool:
-        """Whether a final answer, which was asked for in this form, is the true one."""
-        if form == HASHES:  # words may follow on the line, and no end to them
+        """Whether a final answer that was asked for in this form is the true one."""
+        if form == HASHES:  # any number of words may follow on the line
             answer = answer[:LONGEST]
         if not 0 < len(answer) <= LONGEST:
             return False
         true_value = exact_value(truth, BOXED)
         value = exact_value(answer, form)
-        # where a number is the true answer, words after #### are not a formula
+        # if the true answer is a number, words after #### are not a formula
         if true_value is not None and (value is not None or form == HASHES):
             return value == true_value
         return truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
 
     def _row(self, record: Record) -> Row:
-        question = text_of(record, QUESTIONS).strip()
+        question = text_field(record, QUESTIONS).strip()
         solution = solution_of(record)
-        request = REQUESTS[truth_of(solution)[0]]
+        form, _ = truth_of(solution)
+        request = REQUESTS[form]
         prompt = f"Question: {question}\n{request}\nAnswer:\n"
         if self.chat:
             prompt = f"{question}\n\n{request}"
-        kind = text_of(record, ("type", "subject"), "")
+        kind = text_field(record, ("type", "subject"), "")
         return Row(question, Example(prompt, solution, kind=kind, fields=record))
 
     def _sum(self, number: int, held_out: bool) -> Example:
-        rng = stream(self.seed, f"sums/{'held-out' if held_out else 'train'}", number)
+        split = "held-out" if held_out else "train"
+        rng = stream(self.seed, f"sums/{split}", number)
         while True:
             terms = rng.integers(1, 10, rng.integers(3, 7))
             prompt = "+".join(map(str, terms)) + "="
             if is_held_out(prompt) == held_out:
                 break
-        sums = ",".join(map(str, terms.cumsum()[1:]))  # so far
+        sums = ",".join(map(str, terms.cumsum()[1:]))  # the sum so far after each further term
         return Example(prompt, f"{sums}{HASHES}{terms.sum()}", number, f"{len(terms)} numbers")
 
 
 def solution_of(record: Record) -> str:
-    """The true solution of a line, without GSM8K's notes for a calculator."""
-    text = text_of(record, ("solution", "answer", "completion"))
+    """The true solution in a row, without GSM8K's notes for a calculator."""
+    text = text_field(record, ("solution", "answer", "completion"))
     return re.sub(r"<<[^<>\n]*>>", "", text).strip()
 
 
 def truth_of(solution: str) -> tuple[str, str]:
-    """The form of a true solution, and its final answer. Raises ValueError if it has none."""
+    """The form and the final answer of a true solution. Raises ValueError if it has none."""
     for form in (HASHES, BOXED):
         truth = answer_in_form(solution, form)
         if truth:
@@ -117,7 +121,7 @@ def truth_of(solution: str) -> tuple[str, str]:
 
 
 def answer_in_form(text: str, form: str) -> str:
-    """The answer of a text in the form asked for: in a box, or in its last line, after one ####."""
+    """The answer of a text in exactly this form: in a box, or in its last line after one ####."""
     if form == BOXED:
         return boxed(text)
     answer = after_hashes(text)
@@ -125,7 +129,7 @@ def answer_in_form(text: str, form: str) -> str:
 
 
 def final_answer(text: str, form: str) -> str:
-    """The answer that a text gives in the form that was asked for, else in the other one, or ""."""
+    """The answer of a text in the form that was asked for, else in the other one, or ""."""
     if form == HASHES:
         return after_hashes(text) or boxed(text)
     return boxed(text) or after_hashes(text)
@@ -137,12 +141,12 @@ def after_hashes(text: str) -> str:
     return rest.strip().partition("\n")[0].strip() if mark else ""
 
 
-# all up to the last box; MATH also has \fbox, and boxes around a number without braces
+# everything up to the last box; MATH also has \fbox, and boxes around a number without braces
 LAST_BOX = re.compile(r".*\\(?:boxed|fbox) ?(?:\{|(-?[0-9.,]*[0-9]))", re.DOTALL)
 
 
 def boxed(text: str) -> str:
-    r"""The content of the last `\boxed{...}`, or of `\boxed 2`; nothing if it is never closed."""
+    r"""The content of the last `\boxed{...}`, or of `\boxed 2`; "" if it is never closed."""
     found = LAST_BOX.match(text)
     if found is None:
         return ""
@@ -161,7 +165,7 @@ def boxed(text: str) -> str:
 INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = rf"(-? ?(?:{INTEGER}(?:\.[0-9]+|/[1-9][0-9]*)?|\.[0-9]+))"
 WHOLE = re.compile(rf"{NUMBER}\.?")
-# a number that is no part of something else: 72 or 73, 72k, 72^2, 72 * 6
+# a number that is not a part of something else, such as 72 or 73, 72k, 72^2, 72 * 6
 FIRST = re.compile(
     rf"[^0-9]*?{NUMBER}(?!\w|[.,]?[0-9]|\s+(?:or|and)?\s*[0-9]"
     r"|\s*(?:[-+*/^×·÷x]|\\(?:times|cdot|div))\s*[(0-9])"
@@ -173,7 +177,7 @@ FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 def exact_value(text: str, form: str) -> Fraction | None:
     r"""The exact value of a text that is a number: 1,234, $5, 50%, -3/4, \frac{3}{4}.
 
-    After #### words may stand around it, as in "48 + 24 = 72 clips in 2 months": the first one
+    After #### words may stand around it, as in "48 + 24 = 72 clips in 2 months". The first number
     after the last = counts.
     """
     plain = NOISE.sub("", text.replace("−", "-"))
@@ -183,19 +187,19 @@ def exact_value(text: str, form: str) -> Fraction | None:
 
 
 class MathVerify:
-    """Compares formulas in processes that the system ends if they take too long."""
+    """Compares formulas in worker processes, which the system ends if they take too long."""
 
     def __init__(self) -> None:
         self.workers = WorkerProcesses(f"{__package__}.math_verify_worker", "same")
-        self.same = lru_cache(maxsize=1 << 14)(self._compare)  # a group has few answers
+        self.same = lru_cache(maxsize=1 << 14)(self._compare)  # a group has few distinct answers
         if not self._compare("1", "1"):
             raise ConfigError("--task math: math-verify is installed, but does not work")
 
     def _compare(self, truth: str, answer: str) -> bool:
-        """Whether two formulas are equal; False for one that takes too long or too much memory."""
+        """Whether two formulas are equal; False if it takes too long or too much memory."""
         try:
             return bool(self.workers.call((truth, answer), PATIENCE_S))
-        except RunFailed:  # users' files have changed
+        except RunFailed:  # a user's file has changed
             raise
-        except (RuntimeError, EOFError, OSError):  # it cannot be read, or the process was ended
+        except (RuntimeError, EOFError, OSError):  # a formula is unreadable, or the process ended
             return False

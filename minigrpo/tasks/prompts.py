@@ -2,12 +2,13 @@
 
 `--task-args judge=` says when a completion is right:
 
-    exact  it is the answer. Prompts are used as they are; `similarity` pays for being close.
-    qa     its last <answer>..</answer> matches an answer as for SQuAD and HotpotQA, whatever the
-           case, articles, and punctuation outside of numbers. A question is asked in a message,
-           after its `context`.
-    none   nothing says so, or a reward function with success=True. Rows need no answer. This is
-           what reward functions get if no --task is given.
+    exact  The completion is the answer. Prompts are used as they are; `similarity` pays for being
+           close.
+    qa     The last <answer>..</answer> matches an answer as in SQuAD and HotpotQA: case, articles,
+           and punctuation outside of numbers do not count. A message asks the question, after its
+           `context`.
+    none   Only a reward function with success=True can say it. Rows need no answer. Reward
+           functions get this task if no --task is given.
 """
 
 import re
@@ -17,17 +18,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..rewards import similarity
+from ..rewards.functions import similarity
 from ..types import REWARD, ConfigError, Example
-from .base import Generated, SourceTask, tagged_answer
-from .data import ANSWERS, Files, Parse, Record, Row, Rows, parse_any, parse_episode, parse_pair
+from .base import Generated, SourceTask
+from .rows import ANSWERS, Parse, Record, Row, parse_any, parse_episode, parse_pair
+from .splits import Files, Rows
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
     "</answer>."
 )
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-# ASCII punctuation, without the marks of numbers: 3.5 is not 35, -5 not 5, and 9/11 not 911
+# ASCII punctuation that does not belong to a number: 3.5 is not 35, -5 not 5, and 9/11 not 911
 POINT, SIGN, BETWEEN_DIGITS = r"(?<![^\W\d])\.(?=\d)", r"(?<!\w)-(?=\$?\.?\d)", r"(?<=\d)[^,](?=\d)"
 MARKS = re.compile(rf"(?!{POINT}|{SIGN}|{BETWEEN_DIGITS})[{re.escape(string.punctuation)}]")
 
@@ -44,22 +46,21 @@ class Prompts(SourceTask):
         judge: str = "exact",
         environment: Any = None,
     ) -> None:
-        """`environment`: an `EnvironmentSet`, which may say what is asked, so no row needs to."""
+        """`environment` is an `EnvironmentSet` or None; if it asks, rows need no question."""
         if judge not in JUDGES:
             raise ConfigError(f"--task-args judge must be {' or '.join(JUDGES)}, got {judge}")
-        self.parts, parse = JUDGES[judge]
-        self.success = next(iter(self.parts), REWARD)
-        if environment and not (data or eval_data):
-            if self.parts:
-                raise ConfigError("no reward: give the environment a get_reward, or give rewards")
-            # the environment asks by itself
-            super().__init__(Generated(lambda number, _: Example("", index=number), "episodes"))
-        else:
+        self.reward_weights, parse = JUDGES[judge]
+        self.success = next(iter(self.reward_weights), REWARD)
+        if data or eval_data or not environment:
             if environment and judge == "none":
-                is_read = bool(environment.parts)
+                is_read = bool(environment.reward_weights)
                 parse = partial(parse_episode, is_read=is_read, told=environment.reset_keys)
             super().__init__(Rows(seed, data, eval_data, parse))
-        # chat models reason before the answer: its tokens would be proposed in vain
+        elif self.reward_weights:
+            raise ConfigError("no reward: give the environment a get_reward, or give rewards")
+        else:  # the environment asks by itself
+            super().__init__(Generated(lambda number, _: Example("", index=number), "episodes"))
+        # chat models reason before they answer, so proposing the answer's tokens is in vain
         self.speculate = judge == "exact" and not (chat or self.held_out(0).messages)
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
@@ -73,9 +74,13 @@ class Prompts(SourceTask):
 
 
 def parse_qa(record: Record) -> Row:
-    """A question, its right answers, and perhaps a `context`: a text, or HotpotQA's paragraphs."""
+    """Read a question, its right answers, and a `context` if there is one.
+
+    The context is a text, or the paragraphs of HotpotQA.
+    """
     answers = next(record[key] for key in ANSWERS if key in record)
-    answers = answers if isinstance(answers, list) else [answers]
+    if not isinstance(answers, list):
+        answers = [answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
     row = parse_pair({**record, "answer": answers[0]})
@@ -94,8 +99,8 @@ def parse_qa(record: Record) -> Row:
 def normalized(text: str) -> str:
     """A text in lower case, without punctuation (but in numbers), articles and extra white space.
 
-    Two answers match if these are equal (SQuAD, arXiv 1606.05250; HotpotQA, arXiv 1809.09600). Of a
-    text that would be empty, such as the choice "A" or the operator "+", less is removed.
+    Two answers match if these are equal (SQuAD, arXiv 1606.05250; HotpotQA, arXiv 1809.09600). Less
+    is removed from a text that would be empty, such as the choice "A" or the operator "+".
     """
     lower = text.lower()
     bare = MARKS.sub("", lower)
@@ -103,9 +108,16 @@ def normalized(text: str) -> str:
     return next(filter(None, forms), "")
 
 
-# the parts, of which the first says what is right, with their weights; and how a row is read
+# judge -> (weights of its rewards, the first of which says what is right; reader of rows)
 JUDGES: Mapping[str, tuple[Mapping[str, float], Parse]] = {
     "exact": ({"exact": 1.0, "similarity": 0.2}, parse_pair),
     "qa": ({"correct": 1.0}, parse_qa),
     "none": ({}, parse_any),
 }
+
+
+def tagged_answer(text: str, default: str) -> str:
+    """The text between the last <answer> and </answer>, or `default` if there are none."""
+    before = text.rpartition("</answer>")[0]
+    _, opened, answer = before.rpartition("<answer>")
+    return answer if opened else default

@@ -1,1 +1,1 @@
-"""The commands: `minigrpo NAME` runs `main` of the module NAME in this folder."""
+"""The commands: `minigrpo NAME` calls the function NAME_command of a module in this folder."""

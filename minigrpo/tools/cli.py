@@ -8,10 +8,10 @@ error, such as one of a user's function, keeps its traceback.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from textwrap import fill
 from typing import NoReturn
 
 from ..errors import ConfigError, RunFailed
@@ -25,26 +25,15 @@ COMMANDS = {
     "compare": "tell what differs between runs, and whether it is more than chance",
     "doctor": "tell what is wrong with a run, and what to do about it",
     "export": "write a model as a folder that transformers loads",
-    "plan": "estimate the memory of a training step, by parts",
+    "plan": "estimate the memory of a training step, by component",
     "benchmark": "measure speed and memory on this machine, layer by layer",
 }
-# The help of train and plan. A test holds the defaults in it equal to those of config.py
-HELP = """usage: START [--config FILE.toml] [flags]
+# the help of train and plan, with the settings that most runs need
+SHORT_PAGE = """usage: START [--config FILE.toml] [flags]
 
 ABOUT
 
-  --model shipped         a folder, ORG/NAME, a run, shipped (the demo's) or scratch
-  --data                  rows to train on: .jsonl files; for chess also .pgn and .pgn.gz
-  --task auto             prompts (your rows), math, code, .. or FILE.py: docs/tasks.md
-  --rewards               FILE.py with reward functions, decorated with @minigrpo.reward
-  --loss grpo             dapo, dr_grpo, .., nll (supervised fine-tuning) or FILE.py:NAME
-  --max-steps 350         steps to train for; the learning rate decays over them
-  --prompts-per-step 16   prompts per step, over all processes
-  --group-size 16         completions per prompt
-  --max-new-tokens 96     longest completion in tokens, end of text included
-  --learning-rate 0.0006  peak learning rate
-  --lora-rank 0           train adapters of this rank beside frozen weights; 0: all weights
-  --out-dir               the run's folder; empty: runs/<time>-<loss>
+SETTINGS
 
 A task and a published model bring other defaults: docs/models.md.
 
@@ -85,7 +74,7 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
         if name in ("train", "plan") and {"-h", "--help"} & {*argv}:
             show_help(name, argv, prog)
             return
-        _module(name).main(list(argv), prog)
+        _function(name)(list(argv), prog)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT
     except (ConfigError, OSError) as error:
@@ -97,12 +86,23 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
 
 def show_help(name: str, argv: Sequence[str], prog: str) -> None:
     """Print the settings that most runs need, and examples; with `--help all` every setting."""
+    from ..settings import SHORT_HELP, fields_of, places
+
     if "all" in argv:
         from ..config import Config
 
         Config.from_cli(["--help"], prog=prog)
+    settings = []
+    for flat_name, (group, field) in places().items():
+        setting = fields_of(group)[field]
+        if SHORT_HELP in setting.metadata:
+            flag = f"  --{flat_name.replace('_', '-')} {setting.default}"
+            text = f"{flag:<25} {setting.description}"
+            indent = " " * 26
+            settings.append(fill(text, 100, subsequent_indent=indent, break_on_hyphens=False))
     start = f"python {prog}" if prog.endswith(".py") else prog
-    print(HELP.replace("START", start).replace("ABOUT", COMMANDS[name]))
+    page = SHORT_PAGE.replace("START", start).replace("ABOUT", COMMANDS[name])
+    print(page.replace("SETTINGS", "\n".join(settings)))
 
 
 def fail(text: str, code: int = 2) -> NoReturn:
@@ -116,12 +116,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
-def _module(name: str) -> ModuleType:
-    """The module of a command; that of the benchmarks is in the checkout, or a wheel has it."""
+def _function(name: str) -> Callable[[list[str], str], None]:
+    """The function of a command; that of the benchmarks is in the checkout, or a wheel has it."""
     if name != "benchmark":
-        return import_module(f"{__package__}.{name}")
+        place = "models" if name in ("evaluate", "sample", "export") else name
+        module = import_module(f"{__package__}.{place}")
+        return getattr(module, f"{name}_command")
     checkout = Path(__file__).parents[2]
     if not (checkout / "pyproject.toml").is_file():
-        return import_module("minigrpo_benchmarks.cli")
+        return import_module("minigrpo_benchmarks.cli").main
     sys.path.insert(0, str(checkout))  # the command may be started from another folder
-    return import_module("benchmarks.cli")
+    return import_module("benchmarks.cli").main

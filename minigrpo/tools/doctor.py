@@ -3,24 +3,26 @@
 import fnmatch
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import tyro
+from pydantic import Field
 
 from ..run.console import Console
-from .runs import Run
-from .runs import RunArguments as Arguments
+from ..run.reading import Run, read_run
+from ..settings import Group, OnePath
+from ..types import Warn
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
-RIGHT_SHARE = "held out"  # the series of the sampled share of right answers in evaluations
+HEADLINES = "held out"  # the series of `Run.headlines`
 
 
 class Rule(NamedTuple):
-    """What may be wrong with a run."""
+    """What may be wrong with a run, and what to do about it."""
 
-    series: str  # metrics of this name, in which * is any text, or RIGHT_SHARE
-    test: Callable[[np.ndarray, Run], bool | np.bool]  # of the values by step, [n]
+    series: str  # name of metrics, in which * is any text, or HEADLINES
+    test: Callable[[np.ndarray, Run], bool | np.bool]  # takes the values by step, [n], and the run
     sentence: str
     advice: str
     fewest: int = FEWEST_STEPS  # logged steps below which the rule is silent
@@ -37,12 +39,12 @@ def at_last(values: np.ndarray) -> float:
 
 
 def solved(run: Run) -> bool:
-    """Over 85 % of held-out answers are right, so equal rewards and a low entropy are expected."""
-    return any(share.low > 0.85 for share in run.shares)  # NaN for what is no share
+    """Whether over 85 % of held-out answers are right: rewards are equal then, entropy is low."""
+    return any(estimate.low > 0.85 for estimate in run.headlines)  # infinite if not a fraction
 
 
 def has_not_risen(values: np.ndarray, run: Run) -> bool | np.bool:
-    """The last third is not 2 standard errors above the first; 0 throughout is another rule's."""
+    """Whether the last third is not 2 standard errors above the first, and some value is not 0."""
     first, last = np.array_split(values, 3)[::2]
     error = np.sqrt((first.var() + last.var()) / len(last))
     return values.any() and last.mean() - first.mean() <= 2 * error and not solved(run)
@@ -116,9 +118,9 @@ RULES = (
         "Run without --use-amp, or use --sampler-correction token-truncate.",
     ),
     Rule(
-        RIGHT_SHARE,
+        HEADLINES,
         # three points or more between the intervals of the best evaluation and of the last
-        lambda values, run: max(x.low for x in run.shares) > run.shares[-1].high + 0.03,
+        lambda values, run: max(x.low for x in run.headlines) > run.headlines[-1].high + 0.03,
         "The model has got worse, or the reward pays for something else.",
         "Lower --learning-rate to a third, and keep the checkpoint nearest to the best evaluation.",
     ),
@@ -133,14 +135,16 @@ RULES = (
 
 
 def diagnose(run: Run) -> list[tuple[Rule, str]]:
-    """The rules that find something, in the order of the table, with the numbers that they saw."""
-    series = {name: [*run.curve(name).values()] for name in sorted({*chain(*run.metrics)})}
-    series[RIGHT_SHARE] = [share.value for share in run.shares]
+    """The rules that find something, in the order of RULES, with the numbers that they saw."""
+    names = sorted({*chain(*run.metrics)})
+    series = {name: [*run.curve(name).values()] for name in names}
+    series[HEADLINES] = [estimate.value for estimate in run.headlines]
     findings = []
     for rule in RULES:
         for name in fnmatch.filter(series, rule.series):
             values = np.array(series[name])
-            if values.size and len(run.metrics) >= rule.fewest and rule.test(values, run):
+            is_long_enough = values.size > 0 and len(run.metrics) >= rule.fewest
+            if is_long_enough and rule.test(values, run):
                 trend = f"{at_first(values):.3g} at first, {at_last(values):.3g} at last"
                 findings.append((rule, f"{name}: {trend}, at most {values.max():.3g}"))
     return findings
@@ -148,14 +152,27 @@ def diagnose(run: Run) -> list[tuple[Rule, str]]:
 
 def print_findings(console: Console, run: Run) -> None:
     findings = diagnose(run)
-    for rule, numbers in findings:
-        console.say(f"doctor: {rule.sentence} {numbers}. {rule.advice}")
+    extent = f"in {len(run.metrics)} steps"
     if not findings:
-        console.say(f"doctor: no findings in {len(run.metrics)} steps; trends need {FEWEST_STEPS}")
+        console.say(f"doctor: no findings {extent}; trends need {FEWEST_STEPS}")
+        return
+    console.say(f"\ndoctor: findings {extent}")
+    for rule, seen in findings:
+        console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")
 
 
-def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+class RunArguments(Group):
+    """The arguments of all commands on runs."""
+
+    runs: Annotated[tuple[OnePath, ...], tyro.conf.Positional, Field(min_length=1)]
+    """Folders of runs."""
+
+    def read(self, warn: Warn) -> list[Run]:
+        return [read_run(folder, warn) for folder in self.runs]
+
+
+def doctor_command(argv: Sequence[str], prog: str) -> None:
+    arguments = tyro.cli(RunArguments, args=argv, prog=prog, description=__doc__)
     console = Console()
     for run in arguments.read(console.warn):
         console.say(f"{run.name}:")

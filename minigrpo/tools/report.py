@@ -2,59 +2,98 @@
 
 minigrpo report RUN [RUN ...] --out report.html
 
-The page is one file that loads nothing else. The curves are figures of matplotlib (extra `report`);
-report.html.j2 is the page, and jinja2 escapes every text of a run. Several runs share each figure.
+The page is one file that loads nothing else, made from report.html.j2, with figures of matplotlib.
+Several runs share each figure.
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import tyro
 from jinja2 import Template
 
-from ..config import Config, OnePath
+from ..config import Config
+from ..errors import refusing
 from ..run.console import Console
 from ..run.logging import SAMPLES, LogLine, read_jsonl
+from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing
+from ..settings import OnePath
 from ..types import Warn
-from .doctor import diagnose
-from .runs import EVAL, OVERVIEW_COLUMNS, Run, RunArguments, differing, plot_curve
+from .doctor import RunArguments, diagnose
 
-Figures = dict[str, list[str]]  # section -> SVGs
-MOST_SAMPLES = 24  # groups of a run's training, and held-out prompts: the last ones
-# section -> its curves, each in the first that matches; SUCCESS is the headline of evaluations
+BESIDE = ("step", "n")  # numbers of the logs that are not curves
+MAX_POINTS = 100  # of a curve, where more points are averaged with their neighbours
+MAX_SAMPLES = 24  # the last groups of training, and as many held-out prompts
+# the curves of each section, without those of the sections before it
 PANELS = {
-    "Held out": ("eval/SUCCESS_sampled", "eval/SUCCESS", "eval/*"),
+    "Held out": ("eval/*",),
     "Training": ("reward", "rewards/*", "completions/*", "entropy", "kl"),
     "Cost": ("step_time", "time/*", "memory/*"),
     "Also logged": ("*",),
 }
 
 
-def figures_of(runs: Sequence[Run]) -> Figures:
-    """The figures of each section, without curves that are missing or always 0."""
-    figures: Figures = {}
+def plot_curve(
+    labelled: Mapping[str, Sequence[Run]],
+    name: str,
+    out: str | StringIO,
+    xlabel: str = "training step",
+    title: str = "",
+) -> None:
+    """Draw a curve into a file, or as SVG into a buffer: mean and range of the runs of each label.
+
+    With a title, the values are fractions, in percent. A label that begins with "control" is grey.
+    """
+    with refusing("curves need matplotlib: pip install 'minigrpo[report]'"):
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
+    figure = Figure(figsize=(5, 3), layout="constrained")
+    axes = figure.subplots()
+    for label, runs in labelled.items():
+        curves = [run.curve(name) for run in runs]
+        shared_steps = sorted(set.intersection(*map(set, curves)))
+        pieces = [piece for piece in np.array_split(shared_steps, MAX_POINTS) if len(piece)]
+        values = [[curve[step] for step in piece for curve in curves] for piece in pieces]
+        steps = [piece.mean() for piece in pieces]
+        means = [np.mean(x) for x in values]
+        color = "0.55" if label.startswith("control") else None
+        (line,) = axes.plot(steps, means, ".-", label=label, color=color)
+        lowest = [min(x) for x in values]
+        highest = [max(x) for x in values]
+        axes.fill_between(steps, lowest, highest, alpha=0.2, color=line.get_color())
+    axes.set(title=title or name, xlabel=xlabel)
+    if title:
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.3)
+    if len(labelled) > 1:
+        axes.legend()
+    with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
+        figure.savefig(out, dpi=200)
+
+
+def figures_of(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """The figures of each section as SVG, without curves that are missing or always 0."""
+    undrawn = dict[str, None]()  # the names of the curves, as `Run.curve` takes them
+    for run in runs:
+        for prefix, log in (("", run.metrics), (EVAL, run.evaluations)):
+            for line in log:
+                names = [name for name, value in line.items() if value and name not in BESIDE]
+                undrawn |= {prefix + name: None for name in names}
+    figures = defaultdict[str, list[str]](list)
     by_name = {run.name: [run] for run in runs}
-    undrawn = dict.fromkeys(curve for run in runs for curve in curves_of(run))
     for section, patterns in PANELS.items():
         for pattern in patterns:
-            success_named = pattern.replace("SUCCESS", runs[0].success)
-            for curve in fnmatch.filter([*undrawn], success_named):
-                del undrawn[curve]  # it has one figure
+            for curve in fnmatch.filter([*undrawn], pattern):
+                del undrawn[curve]  # a curve has one figure
                 svg = StringIO()
                 plot_curve(by_name, curve, svg)
-                figures.setdefault(section, []).append(svg.getvalue())
+                figures[section].append(svg.getvalue())
     return figures
-
-
-def curves_of(run: Run) -> Iterator[str]:
-    """The names of a run's curves, as `Run.curve` takes them, once for each value but 0."""
-    for prefix, log in (("", run.metrics), (EVAL, run.evaluations)):
-        for line in log:
-            for name, value in line.items():
-                if value and name not in ("step", "n"):
-                    yield prefix + name
 
 
 def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
@@ -66,33 +105,31 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
         groups: dict[str, list[LogLine]] = {}
         for line in lines:
             if line.get("source") == source:
-                groups.setdefault(str([line.get(key) for key in keys]), []).append(line)
-        last_groups[source] = [*groups.values()][-MOST_SAMPLES:]
+                group = str([line.get(key) for key in keys])
+                groups.setdefault(group, []).append(line)
+        last_groups[source] = [*groups.values()][-MAX_SAMPLES:]
     return last_groups
 
 
-def render(runs: Sequence[Run], figures: Figures, warn: Warn) -> str:
-    settings = [run.config.flat() | run.versions for run in runs]
-    template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
-    return Template(template, autoescape=True, trim_blocks=True).render(
-        runs=runs,
-        columns=OVERVIEW_COLUMNS,
-        overviews=[run.overview() for run in runs],
-        diagnose=diagnose,
-        samples=[samples_of(run, warn) for run in runs],
-        figures=figures,
-        changed=differing([Config().flat(), *settings]),
-    )
-
-
-class Arguments(RunArguments):
+class ReportArguments(RunArguments):
     out: OnePath = Path("report.html")
     """The page."""
 
 
-def main(argv: Sequence[str], prog: str) -> None:
-    arguments = tyro.cli(Arguments, args=argv, prog=prog, description=__doc__)
+def report_command(argv: Sequence[str], prog: str) -> None:
+    arguments = tyro.cli(ReportArguments, args=argv, prog=prog, description=__doc__)
     console = Console()
     runs = arguments.read(console.warn)
-    arguments.out.write_text(render(runs, figures_of(runs), console.warn), "utf-8", "replace")
+    settings = [run.config.flat() | run.versions for run in runs]
+    template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
+    page = Template(template, autoescape=True, trim_blocks=True).render(
+        runs=runs,
+        columns=OVERVIEW_COLUMNS,
+        overviews=[run.overview() for run in runs],
+        diagnose=diagnose,
+        samples=[samples_of(run, console.warn) for run in runs],
+        figures=figures_of(runs),
+        changed=differing([Config().flat(), *settings]),
+    )
+    arguments.out.write_text(page, "utf-8", "replace")
     console.say(f"wrote {arguments.out}")

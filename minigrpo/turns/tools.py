@@ -1,7 +1,7 @@
 """Tools that a model may call: their schemas, the calls in a turn, and the results.
 
 A model calls tools in the form that its chat template writes, and reads the results before its next
-turn; a turn that calls none is the last one.
+turn. A turn without a call is the last one.
 """
 
 import inspect
@@ -16,17 +16,18 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
 from ..errors import ConfigError, error_text, refusing
-from ..model.chat import Message
 from ..runtime.pool import finished
+from ..text.chat import Message
 from ..userfiles import innermost, name_of
 
-# in a docstring of Google's style, with its further lines
+# an argument in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
-# The id of every call: results are told apart by their order. Mistral wants nine characters.
+# Every call has this id, because results are in the order of the calls. Mistral's templates require
+# nine characters.
 CALL_ID = "call00000"
-SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # what is kept of a JSON schema
-MOST_FINDINGS = 3  # what a model reads of the arguments that are wrong in a call
-TIMEOUT_S = 10.0  # of a turn; an environment may have a timeout_s of its own
+SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # keys of a JSON schema that are kept
+MOST_FINDINGS = 3  # wrong arguments of a call that a model is told about
+TIMEOUT_S = 10.0  # default limit of a turn; an environment may have its own `timeout_s`
 Call = tuple[str, Any]  # the name of a tool and its arguments
 
 
@@ -39,39 +40,37 @@ class Tool:
 
     @classmethod
     def of(cls, given: Any) -> "Tool":
-        """A tool by the name of a function. Raises ConfigError for what a model cannot call."""
+        """The tool of a function. Raises ConfigError for a value that a model cannot call."""
         name = name_of(given)
         if isinstance(given, type) or not (callable(given) and name.isidentifier()):
-            raise ConfigError(f"tool {given!r:.80}: give a function with a name, made by `def`")
+            raise ConfigError(f"tool {given!r:.80}: give a function that was made by `def`")
         tool = cls(name, given)
-        assert tool.schema  # an error in it is found now
+        assert tool.schema  # raises an error now rather than in a dialogue
         return tool
 
     @cached_property
     def written(self) -> Callable[..., Any]:
-        """The code with type hints and a docstring: inside partials, or of an object's call."""
+        """The function with type hints and a docstring, inside partials or an object's call."""
         inner = innermost(self.function)
         return inner if inspect.isroutine(inner) else inner.__call__
 
     @cached_property
     def typed(self) -> Callable[..., Any]:
-        """The function with types as annotations, also where the file has them as texts."""
+        """The function with annotations that are types, even if the file has texts."""
 
         def call(*args: Any, **options: Any) -> Any:
             return self.function(*args, **options)
 
         signature = inspect.signature(self.function)
-        # what a partial has set is not for the model to choose
-        chosen = {*getattr(self.function, "keywords", ())}
-        parameters = [x for x in signature.parameters.values() if x.name not in chosen]
-        for each in parameters:
-            if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL):
-                raise TypeError(f"a model gives arguments by name, and {each} has none")
+        chosen = getattr(self.function, "keywords", ())  # a partial has set these
+        parameters = [each for each in signature.parameters.values() if each.name not in chosen]
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                raise TypeError(f"a model gives arguments by name, and {parameter} has none")
         if inspect.isgeneratorfunction(self.written) or inspect.isasyncgenfunction(self.written):
-            raise TypeError("a tool returns its result, and this one yields")
-        hints = get_type_hints(self.written, include_extras=True)
+            raise TypeError("a tool must return its result, and this one yields")
         call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {x.name: hints[x.name] for x in parameters if x.name in hints}
+        call.__annotations__ = get_type_hints(self.written, include_extras=True)
         return call
 
     @property
@@ -83,7 +82,7 @@ class Tool:
         with refusing(f"tool {self.name}"):
             try:
                 whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
-            except PydanticUserError as error:  # whose further sentences are about pydantic
+            except PydanticUserError as error:  # the further sentences are about pydantic
                 reason = error.message.partition(". ")[0]
                 raise TypeError(f"an argument has a type that JSON lacks: {reason}") from None
         for name, argument in whole["properties"].items():
@@ -95,21 +94,20 @@ class Tool:
         return {"type": "function", "function": function}
 
     def call(self, arguments: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
-        """The result of a call; arguments are converted to the function's types, or refused."""
+        """The result of a call. Arguments are converted to the function's types, or refused."""
         return finished(validate_call(self.typed)(**arguments), timeout_s)
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form in which chat templates write calls, such as JSON, between two regular expressions."""
+    """A form in which chat templates write calls: JSON between two regular expressions."""
 
     begin: str
     end: str
-    read: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().raw_decode
     needs: frozenset[str] = frozenset()  # an object without these keys is an answer, not a call
 
     def find(self, text: str) -> list[Call]:
-        """The calls in a turn, outside its thoughts. Nothing that a call contains is a mark."""
+        """The calls in a turn, outside its thoughts. Marks inside a call do not count."""
         mark = re.compile(rf"<think>|</think>|{self.begin}\s*", re.DOTALL)
         calls: list[Call] = []
         place = 0
@@ -126,14 +124,15 @@ class CallForm:
         return calls
 
     def _read(self, text: str, start: int) -> tuple[list[Call], int]:
-        """The calls that begin at a place, and where they end."""
+        """The calls that begin at a place, and the place where they end."""
         with suppress(ValueError, RecursionError):
-            loaded, stop = self.read(text, start)
-            if closing := re.compile(rf"\s*{self.end}").match(text, stop):
+            loaded, stop = json.JSONDecoder().raw_decode(text, start)
+            closing = re.compile(rf"\s*{self.end}").match(text, stop)
+            if closing:
                 entries = loaded if isinstance(loaded, list) else [loaded]
                 calls = [_call(each) for each in entries if not self.needs or self.needs <= {*each}]
                 return calls, closing.end()
-        # A call that cannot be read counts if it ends: the model reads that there is no such tool.
+        # An unreadable call counts if it ends. The model is told that there is no such tool.
         closing = re.compile(self.end).search(text, start)
         if not closing:
             return [], start
@@ -142,16 +141,16 @@ class CallForm:
 
 
 def _call(entry: Any) -> Call:
-    """The call in an entry of JSON; an entry without a name calls its own text."""
+    """The call in an entry of JSON. An entry without a name calls a tool named by its own text."""
     if isinstance(entry, dict) and "name" in entry:
         return entry["name"], entry.get("arguments", entry.get("parameters", {}))
     return json.dumps(entry), {}
 
 
 FORMS = (
-    CallForm("<tool_call>", "</tool_call>"),  # of Qwen
-    CallForm(r"\[TOOL_CALLS\]", r"\Z"),  # of Mistral: a list of calls
-    CallForm(  # of Llama: an object that is the whole turn after its thoughts
+    CallForm("<tool_call>", "</tool_call>"),  # Qwen's
+    CallForm(r"\[TOOL_CALLS\]", r"\Z"),  # Mistral's, a list of calls
+    CallForm(  # Llama's, an object that is the whole turn after its thoughts
         r"(?:\A|(?<=</think>))\s*(?:<\|python_tag\|>\s*)?"
         r'(?=\{.*\}\s*\Z)(?=.*"name")(?=.*"parameters")',
         r"\Z",
@@ -163,36 +162,35 @@ FORMS = (
 def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
     """The tools that a turn calls outside its thoughts, by name, with their arguments.
 
-    `form`: that of the chat template; without it, the first one in which there are calls.
+    `form` is the form of the chat template. Without it, the first form that finds calls counts.
     """
-    found = (each.find(text) for each in ([form] if form else FORMS))
-    return next(filter(None, found), [])
+    for each in [form] if form else FORMS:
+        calls = each.find(text)
+        if calls:
+            return calls
+    return []
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call."""
+    """The result of a call."""
 
-    name: str  # that was called
-    content: str  # what the model reads
+    name: str  # the name that was called
+    content: str  # the text that the model reads
     has_failed: bool = False
-    error: BaseException | None = None  # what the tool raised
+    error: BaseException | None = None  # the error that the tool raised
 
     @property
     def message(self) -> Message:
-        return {
-            "role": "tool",
-            "name": self.name,
-            "content": self.content,
-            "tool_call_id": CALL_ID,
-        }
+        message = {"role": "tool", "name": self.name, "content": self.content}
+        return {**message, "tool_call_id": CALL_ID}
 
 
 def result_of(
     tools: Mapping[str, Tool], name: str, arguments: Any, timeout_s: float = TIMEOUT_S
 ) -> Result:
-    """What a tool returns. What is wrong with a call is said in a sentence."""
-    if name not in [*tools]:
+    """Call a tool. If the call is wrong, the result says why in a sentence."""
+    if name not in [*tools]:  # a name may be any JSON
         there = f"; there are: {', '.join(tools)}" if tools else ""
         return Result(name, f"There is no tool named {name!s:.80}{there}.", has_failed=True)
     if not isinstance(arguments, Mapping):
@@ -201,14 +199,12 @@ def result_of(
     try:
         return Result(name, str(tools[name].call(arguments, timeout_s)))
     except ValidationError as error:
-        return Result(name, f"{name} did not work: {in_words(error)}", has_failed=True)
+        # The first errors, by place, without contents that differ between runs.
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        findings = [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors[:MOST_FINDINGS]
+        ]
+        return Result(name, f"{name} did not work: {'; '.join(findings)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
         content = f"{name} did not work: {error_text(error)}"
         return Result(name, content, has_failed=True, error=error)
-
-
-def in_words(error: ValidationError) -> str:
-    """What is wrong with arguments, without what depends on how the run was started."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    named = [(".".join(map(str, each["loc"])), each["msg"]) for each in found[:MOST_FINDINGS]]
-    return "; ".join(f"{place}: {message}" for place, message in named)

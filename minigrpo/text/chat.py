@@ -1,7 +1,8 @@
 """Chat: write a prompt from messages with a model's own chat template.
 
-A template is a jinja2 text that comes with a model and writes the control tokens: who speaks, where
-a turn ends. A message that spells such a token is refused: it could end its own turn.
+A template is a jinja2 text that comes with a model. It writes the control tokens, which say who
+speaks and where a turn ends. A message that spells such a token is refused, because it could end
+its own turn.
 """
 
 import json
@@ -23,21 +24,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import ConfigError, refusing
 
-Message = Mapping[str, Any]  # role, content, and what else the template knows
-Tool = Mapping[str, Any]  # the JSON schema of what the model may call
+Message = Mapping[str, Any]  # role, content, and whatever else the template knows
+Tool = Mapping[str, Any]  # the JSON schema of a function that the model may call
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 OWN = {"messages", "tools", "add_generation_prompt"}  # variables that no setting changes
-PROBE = "qxzj"  # a word that is looked for in what a template writes
+PROBE = "qxzj"  # a word that marks a place in the text of a template
 TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
-PROBES: Sequence[tuple[Sequence[Message], Sequence[Tool]]] = (  # dialogues with their tools
+# dialogues, with their tools, that try a template out
+PROBES: Sequence[tuple[Sequence[Message], Sequence[Tool]]] = (
     (TURN, ()),
     ([{"role": "system", "content": "B"}, *TURN, {"role": "user", "content": "C"}], ()),
     (TURN[:1], [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
 )
-MOST_CPU_S, MOST_BYTES = 3, 1 << 30  # what a template may need for them
-# {% generation %} ... {% endgeneration %} marks what an assistant wrote; it changes no text
+MOST_CPU_S, MOST_BYTES = 3, 1 << 30  # limits for these dialogues
+# {% generation %} ... {% endgeneration %} marks the assistant's text and does not change it
 PLAIN_BLOCKS = {"generation": "if true", "endgeneration": "endif"}
 
 
@@ -46,20 +48,20 @@ class Chat:
     """A chat template, and the system message of --system."""
 
     source: str
-    name: str = "the chat template"  # in errors
+    name: str = "the chat template"  # the template's name in errors
     tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
     special: Collection[str] = ()  # tokens that only the template may write
     system: str = ""  # for messages without a system message
-    args: Mapping[str, Any] = field(default_factory=dict)  # variables, of --chat-args
+    args: Mapping[str, Any] = field(default_factory=dict)  # the variables of --chat-args
 
     def __post_init__(self) -> None:
         """Set jinja2 up as transformers does. Raises ConfigError for bad jinja2."""
-        # roles and variables with which the template was found to write the messages that matter
+        # roles and variables for which `_check` has found that the template writes the messages
         self.checked = set[tuple[str, ...]]()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        # jinja2's own filter escapes HTML
+        # the filter of jinja2 would escape HTML
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = TODAY.strftime
@@ -79,9 +81,10 @@ class Chat:
         add_generation_prompt: bool = True,
     ) -> str:
         """The text of messages, up to where the assistant's answer begins."""
-        with refusing(self.name):  # a template is a program: it raises whatever it likes
+        variables = {"documents": None, **self.tokens, **self.args, **args}
+        with refusing(self.name):  # a template is a program, and may raise any error
             return self.template.render(
-                {"documents": None, **self.tokens, **self.args, **args},
+                variables,
                 messages=messages,
                 tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
@@ -91,34 +94,36 @@ class Chat:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), args: Mapping[str, Any] = {}
     ) -> str:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
-        if self.system and not {message["role"] for message in messages} & {*INSTRUCTIONS}:
+        has_instructions = any(message["role"] in INSTRUCTIONS for message in messages)
+        if self.system and not has_instructions:
             messages = [{"role": "system", "content": self.system}, *messages]
         self._check(messages, args, tools)
         text = self._open(messages, tools, args)
         if tools and text == self._open(messages, (), args):
-            raise ConfigError(f"{self.name}: leaves out tools")
+            raise ConfigError(f"{self.name} leaves out the tools: choose one that writes them")
         return text
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Tool], args: Any) -> str:
-        """The text up to where the policy goes on: perhaps within a message of the assistant's."""
+        """The text up to where the policy continues, perhaps within a message of the assistant."""
         *before, last = messages
         if last["role"] != "assistant":
             return self.render(messages, tools, args)
         if last.get("tool_calls"):
-            raise ConfigError("the last message calls a tool: give the result after it")
+            raise ConfigError("the last message calls a tool: add the tool's result after it")
         marked = {**last, "content": f"{last['content']}{PROBE} "}
         whole = self.render([*before, marked], tools, args, add_generation_prompt=False)
         text, _, rest = whole.rpartition(PROBE)
         if "".join(last["content"].split()) not in "".join(text.split()):
-            raise ConfigError(f"{self.name}: leaves out the beginning of the answer")
-        return text if rest.startswith(" ") else text.rstrip()  # it trims contents
+            raise ConfigError(f"{self.name} leaves out the beginning of the answer")
+        trims_contents = not rest.startswith(" ")
+        return text.rstrip() if trims_contents else text
 
     def between(self, answers: Sequence[Message], args: Mapping[str, Any] = {}) -> str:
-        """What the template writes from the end of an assistant's turn to its next one.
+        """The text of the template from the end of an assistant's turn to its next one.
 
-        It begins with the token that ends the turn, perhaps after white space. `answers`: of a
-        user, or of tools. The dialogue before them is always the same: earlier turns stay as they
-        were sampled, also where the template would change them (Qwen3's does).
+        It begins with the token that ends the turn, perhaps after white space. The dialogue before
+        the answers of a user or of tools is always the same, so earlier turns stay as they were
+        sampled, even if the template would change them (Qwen3's does).
         """
         dialogue = [*TURN, *answers]
         self._check(dialogue, args)
@@ -127,13 +132,14 @@ class Chat:
     def _check(
         self, messages: Sequence[Message], args: Mapping[str, Any], tools: Sequence[Tool] = ()
     ) -> None:
-        """Raise ConfigError for special tokens in what a row says, and for messages left out."""
-        for part, said in (("message", messages), ("tool", tools), ("template variable", args)):
-            data = json.dumps(said, ensure_ascii=False, default=str)
-            for token in self.special:  # it could end its own turn
-                if token in data:
+        """Raise ConfigError for special tokens in a row, and for messages that are left out."""
+        contents = {"message": messages, "tool": tools, "template variable": args}
+        for part, content in contents.items():
+            text = json.dumps(content, ensure_ascii=False, default=str)
+            for token in self.special:
+                if token in text:
                     raise ConfigError(f"a {part} has the special token {token}: remove it")
-        roles = tuple(message["role"] for message in messages)
+        roles = [message["role"] for message in messages]
         case = (*roles, str(args))
         if case in self.checked:
             return
@@ -142,7 +148,7 @@ class Chat:
         for probe in probes:
             matters = probe["role"] in INSTRUCTIONS or probe is probes[-1]
             if matters and probe["content"] not in text:
-                raise ConfigError(f"{self.name}: leaves out messages of {probe['role']}")
+                raise ConfigError(f"{self.name} leaves out messages of the role {probe['role']}")
         self.checked.add(case)
 
     @cached_property
@@ -150,33 +156,30 @@ class Chat:
         """The special token that the template writes after an assistant's answer, or ""."""
         text = self.render(TURN, add_generation_prompt=False)
         rest = text.partition(PROBE)[2].lstrip()
-        return max(filter(rest.startswith, self.special), key=len, default="")
-
-
-def try_out(source: str, name: str, tokens: Mapping[str, str], args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a template that does not end, or grows without end.
-
-    A template is a program, and nothing can stop it in the process that renders it. So another
-    process tries it out before this one compiles it. The arguments are those of `Chat`.
-    """
-    if not _is_bounded(json.dumps([source, {**tokens}, {**args}], default=str)):
-        limits = f"{MOST_CPU_S} s or {MOST_BYTES >> 20} MiB"
-        raise ConfigError(f"{name}: needs more than {limits} for a short dialogue; correct it")
+        found = [token for token in self.special if rest.startswith(token)]
+        return max(found, key=len, default="")
 
 
 @cache
-def _is_bounded(inputs: str) -> bool:
-    """Whether `render_probes` of these inputs keeps its limits, in a process of its own."""
+def try_out(inputs: str) -> None:
+    """Raise ConfigError for a template that does not end, or grows without end.
+
+    A template is a program, and nothing can stop it in the process that renders it. So another
+    process tries it out before this one compiles it. `inputs` is JSON, see `render_probes`.
+    """
     find = f"import sys; sys.path[:] = {sys.path}"
     program = f"{find}; from {__name__} import render_probes; render_probes({MOST_CPU_S})"
-    return not subprocess.run([sys.executable, "-c", program], input=inputs, text=True).returncode
+    ended = subprocess.run([sys.executable, "-c", program], input=inputs, text=True)
+    if ended.returncode != 0:
+        limits = f"{MOST_CPU_S} s or {MOST_BYTES >> 20} MiB"
+        raise ConfigError(f"it needs more than {limits} for a short dialogue: correct it")
 
 
 def render_probes(most_cpu_s: int) -> None:
-    """Render short dialogues with the template that comes by standard input, within limits.
+    """Render short dialogues with the source, tokens and args from standard input, within limits.
 
-    A signal ends this process after too much time, and an exit code says that memory ran out. Any
-    other error is left to the process that needs the template.
+    A signal ends this process after too much time, and an exit code says that memory ran out. The
+    process that needs the template raises any other error.
     """
     source, tokens, args = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
@@ -193,7 +196,7 @@ def render_probes(most_cpu_s: int) -> None:
 
 
 def extended(messages: Sequence[Message], text: str) -> list[Message]:
-    """Messages with more text in the last one that asks; the beginning of an answer follows it."""
+    """Copy messages and add a text to the last one that is not the assistant's."""
     place = max(n for n, message in enumerate(messages) if message["role"] != "assistant")
     asking = messages[place]
     longer = {**asking, "content": asking["content"] + text}

@@ -1,9 +1,8 @@
 """Rounds of decoding as CUDA graphs.
 
 A round launches over a thousand kernels, which takes the host longer than the GPU needs to run
-them. A graph launches all of them at once. It repeats the same kernels on the same places in
-memory. So in sampling/ the tables, the caches and what says where everything lies stay where they
-are, and a round is padded to few sizes, each of which has a graph of its own.
+them. A graph launches all at once, on the same places in memory. So the tables, the caches and the
+layouts of sampling/ never move, and a round is padded to one of few sizes with a graph each.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,29 +15,29 @@ Action = Callable[[], object]
 
 
 def next_size(size: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ..: at most half more, few in number."""
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, ..: few in number, and at most half more."""
     power = 1 << max(0, size - 1).bit_length()
     between = power // 4 * 3
     return between if size <= between else power
 
 
-def copy_into(buffer: Tensor, parts: Sequence[np.ndarray]) -> Sequence[Tensor]:
-    """Put arrays into a buffer, one after another, in one copy; the place of each in it."""
-    joined = torch.from_numpy(np.concatenate(parts))
+def copy_into(buffer: Tensor, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
+    """Put arrays into a buffer, one after another, in one copy. Returns the place of each in it."""
+    joined = torch.from_numpy(np.concatenate(arrays))
     used = buffer[: len(joined)]
     used.copy_(joined)
-    return used.split([len(part) for part in parts])
+    return used.split([len(array) for array in arrays])
 
 
 def capturing() -> Callable[[Action], Action]:
     """A function that runs a round on the current CUDA device, and returns what runs it again."""
     pool = torch.cuda.graph_pool_handle()
 
-    def capture(round: Action) -> Action:
+    def capture(run_round: Action) -> Action:
         graph = torch.cuda.CUDAGraph()
-        # other threads may allocate pinned memory meanwhile
+        # Other threads may allocate pinned memory meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            round()
+            run_round()
         graph.replay()
         return graph.replay
 
@@ -46,19 +45,19 @@ def capturing() -> Callable[[Action], Action]:
 
 
 class RoundGraphs:
-    """The first round of each size runs kernel by kernel, the second is captured, others replay."""
+    """Runs the first round of each size kernel by kernel, captures the second, replays others."""
 
     def __init__(self, capture: Callable[[Action], Action]) -> None:
         self.capture = capture
         self.begun = set[Hashable]()
         self.replays = dict[Hashable, Action]()
 
-    def run(self, size: Hashable, round: Action) -> None:
-        """Run a round of a size; `round` always does the same on the same places in memory."""
+    def run(self, size: Hashable, run_round: Action) -> None:
+        """Run a round of a size; `run_round` always does the same on the same places in memory."""
         if size in self.replays:
             self.replays[size]()
         elif size in self.begun:
-            self.replays[size] = self.capture(round)
+            self.replays[size] = self.capture(run_round)
         else:
             self.begun.add(size)
-            round()
+            run_round()

@@ -1,8 +1,7 @@
 """What a run does when numbers are not finite, and when memory runs out.
 
-A bad step is one whose loss or gradient is not finite: skip it, then slow down, then stop. Under
-float16 an infinite gradient is also how the loss scaler finds its scale, down to SCALE_FLOOR. Work
-that runs out of memory is tried again in smaller parts; neither tokens nor gradients change.
+A bad step, whose loss or gradient is not finite, is skipped. Under float16 the loss scaler also
+finds its scale by infinite gradients, down to SCALE_FLOOR.
 """
 
 import gc
@@ -13,8 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import RunFailed as RunFailed
-from ..types import Warn
+from .errors import RunFailed as RunFailed
+from .types import Warn
 
 BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
 BAD_STEPS_TO_STOP = 6
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class Diverged(RunFailed):
-    """Losses, gradients or weights are not finite, and skipping steps does not help."""
+    """Losses, gradients or weights are not finite."""
 
 
 @dataclass
@@ -32,7 +31,7 @@ class NonFiniteGuard:
 
     skipped: int = 0
     in_a_row: int = 0
-    halvings: int = 0  # of the learning rate; after the first, training continues in float32
+    halvings: int = 0  # of the learning rate
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
     def skip(self, warn: Warn) -> None:
@@ -43,7 +42,7 @@ class NonFiniteGuard:
             warn(f"{self.in_a_row} bad steps in a row: now half the learning rate, and float32")
 
     def check(self) -> None:
-        """Raise Diverged, between two steps, if BAD_STEPS_TO_STOP in a row were bad."""
+        """Raise Diverged if BAD_STEPS_TO_STOP in a row were bad."""
         if self.in_a_row >= BAD_STEPS_TO_STOP:
             self.in_a_row = 0  # a resume tries as many again
             raise Diverged(
@@ -60,7 +59,7 @@ class NonFiniteGuard:
         return lowered
 
     def metrics(self, scaler: torch.amp.GradScaler) -> dict[str, float]:
-        """Counts since the beginning of the run, and the scale of a scaler that is in use."""
+        """Counts of the whole run, and the scale of a scaler that is in use."""
         counts = {"skipped_steps": float(self.skipped)}
         if scaler.is_enabled():
             counts["scaler/scale"] = scaler.get_scale()
@@ -79,22 +78,22 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # what a plain RuntimeError says: only CUDA's caching allocator has a type of its own
+    # Only CUDA's caching allocator raises a type of its own. Others raise a RuntimeError.
     texts = ("allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
     return any(text in str(error) for text in texts)
 
 
 @dataclass
 class OOMBackoff:
-    """How many prompts go through the model at a time; halved whenever memory runs out."""
+    """How many prompts go through the model at a time, which is halved when memory runs out."""
 
     what: str  # the work
-    flag: str  # sets the size
-    size: int  # prompts at a time; 0: all
+    flag: str  # the flag that sets the size
+    size: int  # prompts at a time; 0 is all
     warn: Warn
 
     def run(self, function: Callable[[int], T], total: int, *, retry: bool = True) -> T:
-        """`function(size)`, of at most `total` prompts at a time; half as many until it fits."""
+        """Return `function(size)` for at most `total` prompts at a time, halved until it fits."""
         while True:
             size = min(self.size or total, total)
             try:
@@ -102,7 +101,7 @@ class OOMBackoff:
             except Exception as error:
                 if not retry or size == 1 or not is_out_of_memory(error):
                     raise
-            # outside the handler, whose traceback would keep tensors alive that must be freed
+            # outside the handler, whose traceback would keep tensors alive
             self.size = size // 2
             self.warn(f"{self.what}: out of memory; {self.size} prompts at a time ({self.flag})")
             gc.collect()  # a failed backward pass may leave tensors in reference cycles

@@ -1,8 +1,8 @@
 """GPT-2's vocabulary: tiktoken fetches it, and the `tokenizers` package runs it.
 
-tiktoken knows a rank for each token, and no merges. It joins the neighbours whose bytes together
-have the lowest rank, again and again. So the merge that makes a token joins the two parts that are
-left of its own bytes before the last step.
+tiktoken stores a rank for each token, and no merges. It joins the two neighbours whose joined bytes
+have the lowest rank, until no neighbours are a token. If a token's own bytes are joined in this
+way, the last step joins two parts: they are the merge that makes the token.
 """
 
 import math
@@ -17,7 +17,7 @@ from ..errors import refusing
 
 GPT2 = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
-# Each byte is named by a character that can be printed: by itself, or by one from 256 on.
+# Each byte has the name of a printable character: the byte's own, or one from 256 on.
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = sorted(range(256), key=lambda byte: chr(byte) not in ALPHABET)  # in the same order
 CHARACTERS = dict(zip(BYTES, ALPHABET, strict=True))
@@ -29,9 +29,12 @@ def gpt2_engine() -> tokenizers.Tokenizer:
         encoding = tiktoken.get_encoding(GPT2)
     ranks = encoding._mergeable_ranks  # ids 0 to n - 1; the lower of two is merged first
     special = encoding._special_tokens  # ids from n on
-    tokens = sorted(ranks, key=ranks.__getitem__)
-    vocabulary = {name_of(token): ranks[token] for token in tokens}
-    merges = [halves(token, ranks) for token in tokens if len(token) > 1]
+    vocabulary = {}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        vocabulary[character_names(token)] = ranks[token]
+        if len(token) > 1:
+            merges.append(halves(token, ranks))
     engine = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
     engine.decoder = decoders.ByteLevel()
@@ -39,16 +42,18 @@ def gpt2_engine() -> tokenizers.Tokenizer:
     return engine
 
 
-def name_of(token: bytes) -> str:
+def character_names(token: bytes) -> str:
     """A token as tokenizer.json writes it."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
 def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[str, str]:
-    """The names of the two parts whose merge makes a token of two bytes or more."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        joined = [first + second for first, second in pairwise(parts)]
-        place = min(range(len(joined)), key=lambda place: ranks.get(joined[place], math.inf))
-        parts[place : place + 2] = [joined[place]]
-    return name_of(parts[0]), name_of(parts[1])
+    """The names of the two pieces whose merge makes a token of two bytes or more."""
+    pieces = [bytes([byte]) for byte in token]
+    while len(pieces) > 2:
+        joined = [first + second for first, second in pairwise(pieces)]
+        joined_ranks = [ranks.get(token, math.inf) for token in joined]
+        place = joined_ranks.index(min(joined_ranks))
+        pieces[place : place + 2] = [joined[place]]
+    first, second = pieces
+    return character_names(first), character_names(second)

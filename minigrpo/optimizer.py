@@ -6,21 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import Config
+from .config import Config
+from .settings import SpeedConfig
+from .types import ConfigError
 
 BETAS = (0.9, 0.98)
-FINAL_SHARE = 0.1  # the learning rate ends at this fraction of its peak
+FINAL_RATE = 0.1  # the last learning rate, as a fraction of the peak
 
 
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to FINAL_SHARE of the peak. Steps count from 0."""
+    """Linear warm-up, then cosine decay to FINAL_RATE of the peak. Steps count from 0."""
     peak = config.optimizer.learning_rate
     warmup_steps = config.optimizer.warmup_steps
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, config.run.max_steps - 1 - warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return peak * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
+    decay_steps = max(1, config.run.max_steps - 1 - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -32,15 +35,22 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     offloads = config.memory.offload_optimizer and trained[0].is_cuda
-    kind = OffloadedAdamW if offloads else torch.optim.AdamW
-    return kind(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
+    adamw = OffloadedAdamW if offloads else torch.optim.AdamW
+    return adamw(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
+
+
+def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:
+    """The loss scaler for --amp-dtype float16, which is disabled for bfloat16."""
+    is_float16 = speed.use_amp and speed.amp_dtype == "float16"
+    if is_float16 and device.type != "cuda":
+        raise ConfigError("--amp-dtype float16 needs a CUDA device; bfloat16 is allowed everywhere")
+    return torch.amp.GradScaler(device.type, enabled=is_float16)
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """--offload-optimizer: AdamW whose moments are in host memory between steps.
+    """AdamW whose moments, 8 bytes per parameter, are in host memory between steps.
 
-    So a float32 model takes 8 bytes per parameter of the device instead of 16. AdamW itself steps,
-    with one parameter at a time, whose moments are on the device meanwhile: the bits are the same.
+    AdamW itself steps one parameter at a time, so the bits are the same.
     """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -55,12 +65,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         torch.cuda.synchronize()  # the host may read the moments as soon as this returns
 
     def _move_state(self, parameter: Tensor, device: torch.device) -> None:
-        """Without waiting for it: to the host, such a copy makes pinned memory."""
+        """Move a parameter's moments without waiting; those on the host are in pinned memory."""
         state = self.state.get(parameter, {})
-        state.update({name: x.to(device, non_blocking=True) for name, x in state.items()})
+        for name, moments in state.items():
+            state[name] = moments.to(device, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # without the tensors: it would move all of them to the device
+        # AdamW loads no tensors, because it would move all of them to the device.
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, state in state_dict["state"].items():

@@ -4,8 +4,7 @@
     checkpoints/step_000100/manifest.json   the sha256 of state.pt
 
 Files and folders are written aside, flushed to disk and renamed, so that a kill or a full disk
-leaves the old contents, never a part of the new ones. Torch loads a file with a flipped bit without
-complaint, hence the hash.
+leaves the old contents. Torch loads a file with a flipped bit without complaint, hence the hash.
 """
 
 import errno
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..types import ConfigError, Warn
-from ..userfiles import sha256_of
+from .types import ConfigError, Warn
+from .userfiles import sha256_of
 
 State = dict[str, Any]
 STATE = "state.pt"
@@ -33,7 +32,7 @@ NO_FLUSH = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace a file, or make a folder, by what `write` puts into the path that it is given."""
+    """Replace a file, or make a folder, with what `write` writes to the path that it gets."""
     aside = path.with_name(f".partial_{path.name}")
     try:
         write(aside)
@@ -50,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file to the disk, or the names in a folder, where it can do that."""
+    """Have the system write a file, or the names in a folder, to the disk if it can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -63,44 +62,32 @@ def flush(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder; -1 for any other name."""
+    """The step in the name of a checkpoint's folder, or -1 for any other name."""
     match = re.fullmatch(r"step_([0-9]{6,})", path.name)
     return int(match[1]) if match else -1
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder by step, damaged ones too, but no file and no empty folder."""
+    """The folders of checkpoints by step. Damaged ones count, but empty ones do not."""
     named = [path for path in folder.glob("step_*") if step_of(path) >= 0 and path.is_dir()]
     return sorted((path for path in named if any(path.iterdir())), key=step_of)
 
 
 def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
-    """Write the checkpoint of state["step"], then keep the newest `keep_last` up to it.
+    """Write the checkpoint of state["step"], then delete older ones but the newest `keep_last`.
 
-    With no room on the disk, but two older whole ones, the oldest of them is given up for it.
-    Otherwise a full disk raises OSError, and a value that is not finite ValueError.
+    If the disk is full, the oldest of two or more undamaged older ones makes room. Otherwise a full
+    disk raises OSError. A value that is not finite raises ValueError.
     """
     if not is_finite(state):
         raise ValueError("some values are not finite")
     target = folder / f"step_{state['step']:06d}"
     older = [path for path in checkpoints(folder) if step_of(path) < state["step"]]
-
-    def write(aside: Path) -> None:
-        aside.mkdir(parents=True, exist_ok=True)  # a process may have been killed at this step
-        with open(aside / STATE, "wb") as file:
-            try:
-                torch.save(state, file)
-            except RuntimeError as error:  # of torch's own, which hides the system's
-                raise error.__context__ or error from None
-        flush(aside / STATE)
-        manifest = {"step": state["step"], "files": {STATE: sha256_of(aside / STATE)}}
-        write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        if target.is_file():  # of somebody else's
-            target.rename(target.with_name(f"not_{target.name}"))
-        shutil.rmtree(target, ignore_errors=True)  # a damaged one
-
+    if target.is_file():  # a file that is not ours
+        target.rename(target.with_name(f"not_{target.name}"))
+    shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint
     try:
-        write_atomically(target, write)
+        write_atomically(target, lambda aside: write_state(aside, state))
     except OSError as error:
         whole = [path for path in older if is_whole(path)]
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or len(whole) < 2:
@@ -109,6 +96,19 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
         save_checkpoint(folder, state, keep_last=keep_last)
     for path in older[::-1][keep_last - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write the files of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)  # a process may have been killed at this step
+    with open(folder / STATE, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's own error, which hides the system's
+            raise error.__context__ or error from None
+    flush(folder / STATE)
+    manifest = {"step": state["step"], "files": {STATE: sha256_of(folder / STATE)}}
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def is_finite(state: State) -> bool:
@@ -126,12 +126,13 @@ def is_whole(path: Path) -> bool:
 
 
 def newest(path: Path, warn: Warn) -> Path:
-    """The newest whole checkpoint of a run, or `path` itself, if it is the folder of one."""
-    for checkpoint in [path] if step_of(path) >= 0 else checkpoints(path / CHECKPOINTS)[::-1]:
+    """The newest whole checkpoint of a run, or `path` itself if it is one."""
+    is_checkpoint = step_of(path) >= 0
+    for checkpoint in [path] if is_checkpoint else reversed(checkpoints(path / CHECKPOINTS)):
         if is_whole(checkpoint):
             return checkpoint
-        warn(f"{checkpoint}: missing or damaged, so it is no whole checkpoint")
-    raise ConfigError(f"{path}: has no whole checkpoint")
+        warn(f"{checkpoint}: is missing or damaged, and is not used")
+    raise ConfigError(f"{path}: has no checkpoint that is whole")
 
 
 def load_checkpoint(path: Path) -> State:

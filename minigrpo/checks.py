@@ -1,0 +1,103 @@
+"""What is checked before a run starts: its examples, and what its processes must have alike."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .build import Job
+from .config import Config
+from .errors import collecting, refuse_rows
+from .evaluate import held_out_examples
+from .given import Given
+from .identity import digest
+from .losses import LossSpec
+from .model.frozen_model import with_context
+from .rewards.scorer import RewardScorer
+from .run.console import Console
+from .text.encoding import check_prompt, encode_answer, messages_of, template_args
+from .text.tokenizer import Tokenizer
+from .turns.environments import TurnTask
+from .types import ConfigError, Example, Warn
+from .userfiles import defined_in, files_read, sha256_of
+
+CHECKED = 16  # examples of each split that a run makes before it starts
+
+
+def check_examples(job: Job, given: Given, context: int, console: Console) -> None:
+    """Raise ConfigError for examples that do not fit the model, with `context` positions."""
+    config, task, tokenizer = job.config, job.task, job.tokenizer
+    if config.task.eval_data and not config.task.data:
+        raise ConfigError("--eval-data needs --data, the files to train on")
+    examples = list[Example]()
+    errors = list[str]()
+    for number in console.bar("checking rows", task.num_known):
+        with collecting(errors):
+            example = task.known(number)
+            if example.prompt or example.messages:  # else its environment asks
+                _check_fit(config, tokenizer, context, example)
+            examples.append(example)
+    refuse_rows(errors, task.num_known)
+    made = [*map(task.train, range(CHECKED)), *held_out_examples(task, CHECKED)]
+    for example in made:
+        _check_fit(config, tokenizer, context, example)
+    _warn_of_examples(tokenizer, config.model.chat_args, [*examples, *made], console.warn)
+    for name, contents in given.rows.items():
+        for kind in sorted(contents.unread):
+            console.warn(f"{name} holds a {kind}, in which a resume cannot see changes")
+
+
+def _check_fit(config: Config, tokenizer: Tokenizer, context: int, example: Example) -> None:
+    """Raise ConfigError for an example that does not fit the model, or the teacher."""
+    room = context - config.sampling.max_new_tokens
+    if field := config.loss.teacher_context:
+        check_prompt(tokenizer, with_context(tokenizer, example, field), room)
+    if config.supervised:
+        if not example.answer:
+            raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
+        room = min(room, context - len(encode_answer(tokenizer, example, context)))
+    check_prompt(tokenizer, example, room)
+
+
+def _warn_of_examples(
+    tokenizer: Tokenizer, chat_args: Mapping[str, Any], examples: Sequence[Example], warn: Warn
+) -> None:
+    """Warn of what is plausible in examples, but has no effect or another one."""
+    for example in examples:
+        if messages_of(tokenizer, example):  # there it is an error
+            continue
+        spelled = [token for token in tokenizer.special if token in example.prompt]
+        if spelled:
+            advice = "Give messages: the chat template writes its tokens"
+            warn(f"{example.label}: {spelled[0]} in the prompt stays text. {advice}")
+            break
+    given = chat_args.keys() | {name for x in examples for name in template_args(x)}
+    if tokenizer.chat and (unread := given - tokenizer.chat.variables):
+        names = ", ".join(sorted(unread))
+        warn(f"{tokenizer.chat.name} never reads {names} of --chat-args, chat_template_kwargs")
+
+
+def digests(
+    job: Job, loss: LossSpec, scorer: RewardScorer, checksums: Mapping[str, str]
+) -> dict[str, str]:
+    """What all processes of a run must have alike.
+
+    Of users' code they compare the text: what a file computes, such as a rank, may differ.
+    """
+    task = job.task
+    examples = [*map(task.train, range(CHECKED)), *map(task.known, range(task.num_known))]
+    plain = task.source if isinstance(task, TurnTask) else task
+    of_user = getattr(plain, "source", plain)  # the library wraps a user's task
+    code: list[object] = [type(of_user), loss.ratio, loss.surrogate, loss.weights]
+    code += [function.function for function in job.functions]
+    if job.environments:
+        code += [spec.make for spec in job.environments.specs.values()]
+        code += [tool.function for tool in job.environments.tools.values()]
+    return {
+        "rows": digest([task.about, examples]),
+        "rewards": digest([scorer.names, scorer.weights]),
+        "code": digest([*map(defined_in, code)]),
+        "tokenizer": job.tokenizer.fingerprint,
+        **checksums,
+        **files_read(),
+        "the script": sha256_of(getattr(sys.modules["__main__"], "__file__", None) or ""),
+    }

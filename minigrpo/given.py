@@ -1,0 +1,115 @@
+"""What a run is given: Python objects of the caller's, or settings that name files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from typing import Any
+
+from .config import Config
+from .identity import Contents, checksum, digest
+from .losses import LossInputs, LossSpec, Term, loss_spec
+from .model.transformer import Transformer
+from .rewards.functions import RewardFunction, load_rewards, named_apart
+from .settings import FROM_PYTHON, LOSS_NAMES
+from .task import Task
+from .tasks.rows import read_rows
+from .turns.environments import EnvironmentSet
+from .types import ConfigError
+from .userfiles import load_name
+
+
+@dataclass(frozen=True)
+class Given:
+    """Python objects of the caller's. A field is None if its setting counts."""
+
+    model: Transformer | None = None
+    data: Sequence[Mapping[str, Any]] | None = None
+    eval_data: Sequence[Mapping[str, Any]] | None = None
+    task: type[Task] | Task | None = None
+    rewards: Sequence[RewardFunction] | None = None
+    loss: LossSpec | Callable[[LossInputs], Term] | None = None
+    environment: EnvironmentSet | None = None
+
+    @classmethod
+    def of(cls, **objects: Any) -> "Given":
+        """Objects in the forms that `minigrpo.train` takes. Raises ConfigError."""
+        given = {name: value for name, value in objects.items() if value is not None}
+        if not isinstance(given.get("model"), Transformer | None):
+            raise ConfigError("model: give a name, or a minigrpo.Transformer")
+        for name in {"data", "eval_data"} & given.keys():
+            given[name] = read_rows(name, given[name])
+        rewards = given.pop("rewards", ())
+        functions = named_apart(
+            reward if isinstance(reward, RewardFunction) else RewardFunction(reward)
+            for reward in ([rewards] if callable(rewards) else rewards)
+        )
+        environment = given.get("environment")
+        if not isinstance(environment, EnvironmentSet | None):
+            given["environment"] = EnvironmentSet.of(environment)
+        return cls(**given, rewards=functions or None)
+
+    def asked(self, name: str, config: Config) -> Any:
+        """The caller's object for a setting, or its text. Raises ConfigError if it is gone."""
+        if (given := getattr(self, name)) is not None:
+            return given
+        text = config.flat()[name]
+        if text.startswith(FROM_PYTHON):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {text}: run the script that gave it, or name a file")
+        return text
+
+    def reward_functions(self, config: Config) -> Sequence[RewardFunction]:
+        """The reward functions of the caller, or those in the file of --rewards."""
+        asked = self.asked("rewards", config) or ()
+        return load_rewards(asked) if isinstance(asked, str) else asked
+
+    def environments(self, config: Config) -> EnvironmentSet | None:
+        """The environments and tools of the caller, or those of --environment."""
+        asked = self.asked("environment", config) or None
+        return EnvironmentSet.load(asked) if isinstance(asked, str) else asked
+
+    def loss_spec(self, config: Config) -> LossSpec:
+        """A row of the table of losses, or a function or LossSpec of the user's."""
+        asked = self.asked("loss", config)
+        is_in_file = isinstance(asked, str) and asked not in LOSS_NAMES
+        return loss_spec(load_name("--loss", asked) if is_in_file else asked)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects that are given, by setting."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @cached_property
+    def rows(self) -> dict[str, Contents]:
+        """The contents of the caller's rows, by setting."""
+        given = {"data": self.data, "eval_data": self.eval_data}
+        return {name: Contents(rows) for name, rows in given.items() if rows is not None}
+
+    @property
+    def code(self) -> dict[str, str]:
+        """A digest of all that the other objects say and do, by setting."""
+        others = self.objects.keys() - {"model", "data", "eval_data"}
+        return {f"code of {name}": digest(self.objects[name]) for name in sorted(others)}
+
+    def as_settings(self) -> dict[str, str]:
+        """A text for each object, which a resumed run compares as the setting of this name."""
+        texts = {name: contents.digest for name, contents in self.rows.items()}
+        for name in self.objects.keys() - texts.keys():
+            texts[name] = described(self.objects[name])
+        return {name: FROM_PYTHON + text for name, text in texts.items()}
+
+
+def described(value: Any) -> str:
+    """The names that tell an object of `Given` from others; of a model its weights."""
+    if isinstance(value, Transformer):
+        return checksum(dict(value.named_parameters()))
+    if isinstance(value, EnvironmentSet):
+        return ",".join([*value.specs, *value.tools])
+    if isinstance(value, LossSpec):
+        return ",".join(described(x) if callable(x) else str(x) for x in vars(value).values())
+    if isinstance(value, partial):
+        return f"{described(value.func)} {digest([value.args, value.keywords])}"
+    if isinstance(value, list):
+        return ",".join(f"{function.weight:g} x {function.name}" for function in value)
+    return getattr(value, "__name__", type(value).__name__)

@@ -1,0 +1,280 @@
+"""What --model, --reference, --teacher and rewards name: looked up once, and read when it is used.
+
+    shipped           the model that ships for the task
+    scratch           random weights, for any tokenizer
+    FOLDER of a run   its newest checkpoint, or its last weights
+    FOLDER of PEFT's  adapters, and the base that they name
+    FOLDER or FILE    weights as Hugging Face lays them out; a config.json alone is random weights
+    ORG/NAME          the same on the Hub; ORG/NAME@REVISION is one revision of it
+
+A look-up reads small files. `load` and `start` alone read weights, or fetch them from the Hub.
+"""
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import CHECKPOINTS, checkpoints, load_checkpoint, newest
+from ..errors import ConfigError, refusing
+from ..hub import CONFIG, fetch, read_json, settings_folder
+from ..identity import recognise
+from ..rng import stream
+from ..settings import FROM_PYTHON, INITIAL, SCRATCH, SHIPPED, TASKS, ModelConfig, Settings
+from ..text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from ..types import Warn
+from . import hf, lora
+from .shape import ModelShape, Size
+from .transformer import Transformer
+
+ASSETS = Path(__file__).parents[1] / "assets"
+RECORD = "config.toml"  # the settings of a run, in its folder
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the config.toml of a run says."""
+
+    settings: Settings
+    versions: dict[str, Any]  # of software, and digests of files and weights: see `recognise`
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord | None":
+        """The record in a folder, or None if it is not the folder of a run."""
+        file = folder / RECORD
+        if not file.is_file():
+            return None
+        with refusing(file):
+            tables = tomllib.loads(file.read_text("utf-8"))
+            versions = tables.pop("versions", {})
+            return cls(Settings.model_validate(tables), versions)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model by its name. No weights are read before they are asked for."""
+
+    name: str
+    task: str  # says which model ships
+    folder: Path | None = None  # its folder, or its file; None for `shipped` and `scratch`
+    commit: str | None = None  # of a model on the Hub, whose weights may not be in the folder yet
+    record: RunRecord | None = None  # of the run whose folder it is, or whose folder has the file
+    base: "ModelSource | None" = None  # the model under the adapters in the folder
+
+    @classmethod
+    def of(cls, name: str, task: str = "auto", above: Collection[Path] = ()) -> "ModelSource":
+        """Look up a name, which is the base of adapters in the folders `above`."""
+        if name in (SHIPPED, SCRATCH):
+            return cls(name, task)
+        folder = settings_folder(name)
+        if folder.resolve() in above:
+            raise ConfigError(f"{folder}: the adapters have no base but themselves")
+        record = RunRecord.read(folder.parent if folder.is_file() else folder)
+        base = None
+        if folder.is_dir():
+            # the record of a run says more than what it wrote for PEFT
+            run = record.settings if record else None
+            under = run.model.name if run and run.model.lora_rank else hf.base_of(folder)
+            under_task = run.task.name if run else task
+            base = cls.of(under, under_task, [*above, folder.resolve()]) if under else None
+        commit = folder.name if folder != Path(name) else None
+        return cls(name, task, folder, commit, record, base)
+
+    @property
+    def pinned(self) -> str:
+        """The name, with the commit of a model on the Hub."""
+        return f"{self.name.partition('@')[0]}@{self.commit}" if self.commit else self.name
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is the folder of a run, and not one of the files in it."""
+        return self.record is not None and self.path.is_dir()
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it is a folder with the shape alone."""
+        return not self.commit and self.path.is_dir() and not any(self.path.glob("*.safetensors"))
+
+    @property
+    def path(self) -> Path:
+        """The folder or file. Raises ConfigError for a model that has none."""
+        if self.name == SHIPPED:
+            return shipped_model(self.task)
+        if self.folder is None or self.name.startswith(FROM_PYTHON):
+            raise ConfigError(f"{self.name}: has no files; give a folder, a file or ORG/NAME")
+        return self.folder
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The shape, without reading weights. Raises ConfigError."""
+        return self.base.shape if self.base else hf.read_model_shape(self.path)
+
+    @property
+    def size(self) -> Size | None:
+        """The size of a published model; None if it ships, is random, or is a run of such a one."""
+        if self.folder is None:
+            return None
+        if self.record:
+            run = self.record.settings
+            return ModelSource.of(run.model.name, run.task.name).size
+        if self.base:
+            return self.base.size
+        if self.is_random:
+            return None
+        with refusing(f"--model {self.name}"):
+            self.path.stat()  # an error if it does not exist: defaults would fit another size
+            return Size.of(Transformer(self.shape, seed=None))
+
+    @property
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """The settings that the model brings: `tokenizer`, and of a run its template with args."""
+        if self.record:
+            names = {"tokenizer", "chat_template", "chat_args"}
+            return self.record.settings.model.model_dump(include=names)
+        if self.folder and (self.folder / TOKENIZER).is_file():
+            return {"tokenizer": self.name}
+        return self.base.tokenizer_settings if self.base else {"tokenizer": "chess"}
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The model's own tokenizer."""
+        settings = self.tokenizer_settings
+        return load_tokenizer(settings.pop("tokenizer"), **settings)
+
+    def load(self, matrices: str, seed: int, say: Warn) -> Transformer:
+        """The model on the CPU, with adapters merged; `Weights.store` explains `matrices`."""
+        if self.is_run:
+            model = self.load_trained(say)
+        elif self.base:
+            model = self.base.load("float32", seed, say)
+            lora.attach_peft(model, self.fetch())
+            say(f"{self.name}: its adapters are merged into {self.base.name}")
+        else:
+            if self.folder and self.is_random:
+                say(f"--model {self.name}: random weights, of the shape in its config.json")
+            return Transformer.from_pretrained(self.fetch(), matrices, seed=seed)
+        lora.merge_adapters(model).store(matrices)
+        return model
+
+    def load_trained(self, say: Warn) -> Transformer:
+        """The model of a run as it was trained: its adapters are beside their base."""
+        assert self.record
+        folder = self.path
+        state = None
+        if checkpoints(folder / CHECKPOINTS):
+            state = load_checkpoint(newest(folder, say))
+            say(f"{folder}: the weights of step {state['step']}")
+        if self.base:
+            run = self.record.settings
+            model = self.base.start(run, self.load_tokenizer(), say, self.record.versions)
+            if state is None:
+                lora.load_peft(model, folder)
+            else:
+                lora.load_trained(model, state["model"])
+        elif state is None:
+            model = Transformer.from_pretrained(folder / hf.WEIGHTS)
+        else:
+            model = Transformer(hf.SHAPES.validate_python(state["run"]["shape"]), seed=None)
+            model.load_state_dict(state["model"], assign=True)
+        return model
+
+    def start(
+        self,
+        run: Settings,
+        tokenizer: Tokenizer,
+        say: Warn,
+        checksums: dict[str, str],
+        given: Transformer | None = None,
+    ) -> Transformer:
+        """The model on the CPU as a run begins with it, with the adapters of --lora-rank.
+
+        `checksums` gets one for the weights that a resume loads again. `given` is the user's model.
+        """
+        settings = run.model
+        seed = run.run.seed
+        label = f"--model {self.name}"
+        under = self.under_adapters(settings)
+        # 1. The weights, without adapters.
+        if given is not None:
+            model = given
+            if settings.lora_rank:
+                lora.merge_adapters(model)
+            if not lora.adapters(model):
+                model.store(settings.matrices)
+        elif self.name == SCRATCH:
+            model = Transformer(ModelShape(tokenizer.n_vocab), seed)
+        else:
+            model = under.load(settings.matrices, seed, say)
+        fit_vocab(model, label, tokenizer)
+        # 2. The adapters.
+        if under is self:
+            drawn = int(stream(seed, "adapters").integers(2**32))
+            lora.add_adapters(
+                model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, drawn
+            )
+        else:
+            lora.attach_peft(model, self.fetch())
+            say(f"{label}: its adapters are trained on")
+        # 3. A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model
+        # is a copy of the start, all of it. Random numbers may differ in their last bits.
+        copies_start = INITIAL in (run.loss.teacher, run.loss.reference_model)
+        parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if copies_start or not parameter.requires_grad
+        }
+        if parameters and self.name != SCRATCH:
+            recognise(checksums, label, parameters)
+        return model
+
+    def under_adapters(self, settings: ModelConfig) -> "ModelSource":
+        """The model whose weights stay frozen beside the adapters of a run.
+
+        PEFT's adapters are trained on if the settings of --lora-rank etc. are theirs, else merged.
+        """
+        if self.base is None or self.is_run or settings.lora_rank == 0:
+            return self
+        own = hf.AdapterSettings.read(self.path)
+        targets = lora.split_targets(settings.lora_targets)
+        is_theirs = (
+            settings.lora_rank == own.r
+            and settings.lora_alpha in (0, own.alpha)
+            and targets in (set(), {*(own.target_modules or ())})
+        )
+        return self.base if is_theirs else self
+
+    def fetch(self) -> Path:
+        """The folder or file with its weights, which are fetched if it is on the Hub."""
+        path = self.path
+        if self.commit is None:
+            return path
+        if self.base:
+            fetch(self.name, hf.ADAPTER_FILE, self.commit)
+        else:
+            hf.read_shape(read_json(path / CONFIG))  # a model that is refused costs no gigabytes
+            fetch(self.name, "model*.safetensors", self.commit)
+            if not hf.weight_files(path / hf.WEIGHTS):
+                raise ConfigError(f"{self.name}: has no safetensors, or they are not here")
+        return path
+
+
+def shipped_model(task: str) -> Path:
+    """The file of the SFT model that --model shipped means; a user's task has chess-env's."""
+    row = TASKS.get(task, TASKS["chess-env"])
+    if not row.shipped:
+        raise ConfigError(f"--model: no model ships for --task {task}; give scratch or a path")
+    return ASSETS / f"{row.shipped}.safetensors"
+
+
+def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:
+    """Drop vocabulary padding: what cannot be decoded must never be sampled. Raises ConfigError.
+
+    Special tokens at the end may have no row, as Gemma's for images.
+    """
+    size = model.shape.vocab_size
+    known = tokenizer.n_vocab
+    if known < size <= known * 9 / 8:  # published ones are padded to a round number
+        model.trim_vocab(known)
+    elif size > known or not {*range(size, known)} <= {*tokenizer.special.values()}:
+        raise ConfigError(f"{name} has {size} tokens, --tokenizer {tokenizer.name} has {known}")

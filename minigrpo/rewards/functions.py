@@ -1,0 +1,157 @@
+"""Reward functions of users: the decorator, its checks, and one call of a function."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import Levenshtein
+
+from ..errors import ConfigError, refusing
+from ..runtime.hangs import TRACE
+from ..runtime.pool import finished, seconds
+from ..runtime.processes import WorkerProcesses
+from ..types import REWARD, Example, Scores, Warn
+from ..userfiles import load_file, name_of
+from .scores import as_scores
+
+# what a worker process can call
+HAS_PLACE = "a function at the top of a file of its own, not async"
+# names in place of those that a function cannot have: `reward` is the weighted sum
+OTHER_NAMES = {"<lambda>": "function", REWARD: "reward_function"}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function with the decorator `reward`, which explains the fields."""
+
+    function: Callable[..., Any]
+    name: str = ""  # the function's own name if it is empty
+    weight: float = 1.0
+    batched: bool = False
+    grouped: bool = False
+    tokens: bool = False
+    success: bool = False
+    timeout_s: float = 10.0
+    process: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a function that cannot be called so, such as one of TRL's."""
+        name = self.name or name_of(self.function)
+        object.__setattr__(self, "name", OTHER_NAMES.get(name, name))
+        with refusing(f"reward {self.name}"):
+            seconds(self.timeout_s)
+            if self.process and not self.has_place:
+                raise ConfigError(f"process=True needs {HAS_PLACE}")
+        arguments = ["batch"] if self.tokens else ["example", "text"]
+        signature = inspect.signature(self.function)
+        with refusing(f"reward {self.name}: must take ({', '.join(arguments)})"):
+            if "completions" in signature.parameters:
+                raise TypeError("TRL's columns are example.fields (docs/trl.md)")
+            signature.bind(*arguments)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    @property
+    def is_async(self) -> bool:
+        cls: Any = type(self.function)  # the function may be an object with a `__call__`
+        return any(map(inspect.iscoroutinefunction, (self.function, cls.__call__)))
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a worker process can import the function, and call it without an event loop."""
+        function = self.function
+        if not inspect.isfunction(function) or self.is_async:
+            return False
+        is_at_top = "<" not in function.__qualname__
+        return is_at_top and function.__module__ != "__main__"
+
+    @cached_property
+    def workers(self) -> WorkerProcesses:
+        return WorkerProcesses(self.function.__module__, self.function.__qualname__)
+
+    def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> Scores:
+        """Call the function once for any texts, for a group, or for one text: `[n]` scores."""
+        timeout_s = self.timeout_s * len(texts)
+        takes_several = self.batched or self.grouped
+        example = examples if self.batched else examples[0]
+        arguments = example, texts if takes_several else texts[0]
+        if self.process:
+            answer = self.workers.call(arguments, timeout_s)
+        else:
+            answer = finished(self.function(*arguments), timeout_s)
+        return as_scores(answer if takes_several else [answer], len(texts))
+
+
+def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorator: make a function a reward function, known by its name.
+
+        @reward(weight=0.2)
+        def brevity(example, text):
+            return 1 / (1 + len(text))
+
+    The calls of an `async` function run side by side. A function returns None where it does not
+    concern the row. A call that raises, takes too long or returns no finite number has failed: the
+    completion counts as the worst of its group.
+
+    Args:
+        name: the name in place of the function's own.
+        weight: the weight in the total (default 1); --reward-weights overrides it.
+        batched: the function takes lists of examples and texts, and returns a float per text. It
+            sees each distinct text of a prompt once, and which texts share a call is not fixed.
+        grouped: the function takes an example and all completions of its prompt, duplicates
+            included, and returns a float per completion. A greedy completion is a group of one.
+        tokens: the function takes a `task.TokenBatch`, and returns `[P, G]` floats. It has no time
+            limit, and an error in it ends the run.
+        success: the function returns 1 for a right completion; evaluations and pass@k count these.
+        timeout_s: the limit in seconds per completion (default 10).
+        process: worker processes, which can be killed, call the function, because it may hold
+            Python's lock for long, as a regex does. It must be at the top of a module or file.
+    """
+    if function is None:
+        return partial(RewardFunction, **options)
+    return RewardFunction(function, **options)
+
+
+def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
+    """The functions, each under a name of its own: f, f_2, f_3."""
+    by_name: dict[str, RewardFunction] = {}
+    for function in functions:
+        name = function.name
+        n = 1
+        while name in by_name:
+            n += 1
+            name = f"{function.name}_{n}"
+        by_name[name] = replace(function, name=name)
+    return [*by_name.values()]
+
+
+def load_rewards(path: str) -> list[RewardFunction]:
+    """The decorated functions in a Python file, imported ones included. It is run: trust it."""
+    values = vars(load_file(path)).values()
+    decorated = {id(value): value for value in values if isinstance(value, RewardFunction)}
+    if not decorated:
+        raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
+    return named_apart(decorated.values())
+
+
+def in_worker_processes(functions: Sequence[RewardFunction], warn: Warn) -> list[RewardFunction]:
+    """The functions of a run that a hanging call has ended before, each in worker processes.
+
+    There a call that hangs fails alone. A warning names the functions that cannot be called so.
+    """
+    staying = [function.name for function in functions if not function.has_place]
+    others = f", but for {', '.join(staying)}: each must be {HAS_PLACE}" if staying else ""
+    warn(
+        f"a call held Python's lock and ended this run: mend the line that {TRACE} shows, and "
+        f"delete the file; until then rewards are called in worker processes{others}"
+    )
+    return [replace(function, process=function.has_place) for function in functions]
+
+
+def similarity(text: str, other: str) -> float:
+    """1 - d / n in [0, 1], for a Levenshtein distance d and the length n of the longer text."""
+    longest = max(len(text), len(other))
+    return 1 - Levenshtein.distance(text, other) / longest if longest else 1.0

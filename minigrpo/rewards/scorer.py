@@ -1,0 +1,217 @@
+"""The scorer: it calls the environments, the task and the reward functions for a batch.
+
+The task is trusted: it has no time limit, and an error in it ends the run. A function that hangs,
+raises or returns no number has failed, and the completion counts as the worst of its group.
+"""
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, refusing
+from ..guard import RunFailed
+from ..runtime.pool import Pool
+from ..task import Task, TokenBatch
+from ..text.tokenizer import Tokenizer
+from ..types import EXACT, REWARD, Completion, Completions, Example, RewardTable, Scores, Warn
+from ..userfiles import failure
+from .functions import RewardFunction
+from .scores import as_numbers, as_scores, reward_table
+
+MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
+RESERVED = ("step", "n", REWARD)  # keys of eval.jsonl beside the measures
+
+
+class TextBatch:
+    """The texts of a batch by their places 0 to P * G - 1, and which of them are distinct.
+
+    In the groups [a, b, a] and [b, c, b], the distinct texts have the places [0, 1, 3, 4], and
+    `same` is [[0, 1, 0], [2, 3, 2]]: examples differ, so b is two texts.
+    """
+
+    def __init__(self, examples: Sequence[Example], texts: Sequence[Sequence[Completion]]) -> None:
+        self.texts = [text for group in texts for text in group]
+        self.examples = [example for example in examples for _ in texts[0]]
+        self.places = np.arange(len(self.texts)).reshape(len(texts), -1)
+        prompts = np.arange(len(texts)).repeat(len(texts[0]))
+        # dialogues may differ although their last turns are equal
+        contents = [id(text) if text.is_dialogue else text for text in self.texts]
+        numbers: dict[tuple[int, str | int], int] = {}  # of the distinct texts
+        keys = zip(prompts.tolist(), contents, strict=True)
+        same = [numbers.setdefault(key, len(numbers)) for key in keys]
+        self.distinct = np.unique(same, return_index=True)[1]  # the place of the first of each
+        self.same = np.reshape(same, self.places.shape)  # [P, G], the number of each distinct text
+
+    def pairs(self, places: Iterable[int]) -> tuple[list[Example], list[Completion]]:
+        """Copies, because code may empty a list in `fields`, or the messages of a text."""
+        examples = [copy.deepcopy(self.examples[place]) for place in places]
+        return examples, [copy.deepcopy(self.texts[place]) for place in places]
+
+
+@dataclass(eq=False)
+class RewardScorer:
+    task: Task
+    _: KW_ONLY
+    # weights of the rewards in the total, others weigh 0; if empty, each reward has its own weight
+    weights: Mapping[str, float] = field(default_factory=dict)
+    functions: Sequence[RewardFunction] = ()  # beside the task's rewards
+    environments: Mapping[str, float] = field(default_factory=dict)  # weights of their rewards
+    workers: int = 1  # calls side by side
+    warn: Warn = lambda text: None  # called with the first failure of each function
+    tokenizer: Tokenizer | None = None  # the policy's, for functions of tokens
+    token_model: Callable[[str], Any] | None = None  # for them: from a name to a frozen model
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a name that cannot be, and a weight that is not finite."""
+        self.first_errors: dict[str, str] = {}  # error by reward that has failed
+        self.failing = Counter[str]()  # steps in a row in which a reward fails on all completions
+        self.begin_step(math.inf)
+        task = self.task
+        own_weights = {function.name: function.weight for function in self.functions}
+        self.names = [*task.reward_weights, *self.environments, *own_weights]
+        self.weights = self.weights or {**task.reward_weights, **self.environments, **own_weights}
+        self.text_rewards = [name for name in task.reward_weights if name not in task.token_rewards]
+        successes = [function.name for function in self.functions if function.success]
+        self.success = successes[0] if successes else task.success
+
+        advice = "give it another name, as with @minigrpo.reward(name=...)"
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise ConfigError(f"reward {name}: there are two of this name; {advice}")
+            if name in RESERVED or not name.isidentifier():
+                words = " or ".join(RESERVED)
+                raise ConfigError(f"reward {name}: must be a word other than {words}; {advice}")
+        there_are = f"is not the name of a reward; there are {', '.join(self.names)}"
+        if self.success not in (EXACT, REWARD, *self.names):
+            raise ConfigError(f"the task's success: {self.success} {there_are}")
+        for name, weight in self.weights.items():
+            if name not in self.names:
+                raise ConfigError(f"--reward-weights: {name} {there_are}")
+            with refusing(f"reward {name}: weight {weight!r}"):
+                if not math.isfinite(weight):
+                    raise ValueError("must be a finite number")
+
+    def begin_step(self, began: float) -> None:
+        """Forget the step before."""
+        self.began = began  # when users' code is first called, or infinite if `score` does it
+        self.has_failed = False  # whether a call of this step has failed
+
+    @torch.no_grad()
+    def score(
+        self,
+        examples: Sequence[Example],
+        texts: Sequence[Sequence[Completion]],
+        completions: Completions | None = None,
+        temperature: float = 1.0,
+    ) -> RewardTable:
+        """Score `texts`, `[P][G]`. Only functions of tokens need the `completions` with them."""
+        self.began = min(self.began, time.monotonic())
+        batch = TextBatch(examples, texts)
+        shape = batch.places.shape
+
+        def token_batch() -> TokenBatch:
+            """A copy for each function, because the loss needs the log-probs as they are."""
+            assert completions and self.tokenizer and self.token_model
+            copies = copy.deepcopy((examples, texts, completions))
+            return TokenBatch(*copies, temperature, self.tokenizer.decode, self.token_model)
+
+        # 1. Environments and rewards of tokens.
+        scores = {name: self._of_environment(name, batch) for name in self.environments}
+        by_token: dict[str, np.ndarray] = {}
+        if self.task.token_rewards:
+            by_token |= self.task.score_tokens(token_batch())
+        for function in self.functions:
+            if function.tokens:
+                by_token[function.name] = as_numbers(function(token_batch()), shape)
+        for name, answers in by_token.items():
+            scores[name] = as_scores(np.ravel(answers), batch.places.size).select(batch.places)
+
+        # 2. Rewards of texts.
+        if self.text_rewards:
+            scores |= self._of_task(batch)
+        for function in self.functions:
+            if not function.tokens:
+                scores[function.name] = self._of_function(function, batch)
+
+        # 3. What failures cost, and the weighted sum.
+        self.has_failed |= any(each.failed.any() for each in scores.values())
+        return reward_table({name: scores[name] for name in self.names}, self.weights, shape)
+
+    def check(self, metrics: Mapping[str, float], step: int) -> None:
+        """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
+        most = 1 if step == 1 else MOST_FAILING
+        for name in self.names:
+            has_failed = metrics.get(f"rewards/{name}/failures")
+            fails = has_failed and f"rewards/{name}/mean" not in metrics
+            self.failing[name] = self.failing[name] + 1 if fails else 0
+            if self.failing[name] >= most:
+                first = self.first_errors.get(name, "in another process")
+                steps = f"{self.failing[name]} steps"
+                raise RunFailed(f"reward {name} fails on all completions, {steps}; first: {first}")
+
+    def _of_environment(self, name: str, batch: TextBatch) -> Scores:
+        """The rewards of an environment, which its dialogues already have, `[P, G]`."""
+        errors = [text.error if name in text.rewards else None for text in batch.texts]
+        for error in filter(None, errors):
+            self.first_errors.setdefault(name, error)
+        scores = as_scores([text.rewards.get(name) for text in batch.texts], len(batch.texts))
+        failed = np.array([error is not None for error in errors])
+        return replace(scores, failed=failed).select(batch.places)
+
+    def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
+        """The task's rewards of texts, `[P, G]` each."""
+        number = len(batch.distinct)
+        places_of_pieces = np.array_split(batch.distinct, min(self.workers, number))
+        pieces = [batch.pairs(places) for places in places_of_pieces]
+        if len(pieces) > 1:
+            with ThreadPoolExecutor(self.workers) as pool:
+                answers = [*pool.map(lambda piece: self.task.score_batch(*piece), pieces)]
+        else:  # a thread would only cost time
+            answers = [self.task.score_batch(*pieces[0])]
+        scores = {}
+        for name in self.text_rewards:
+            of_distinct = [answer for piece in answers for answer in piece[name]]
+            scores[name] = as_scores(of_distinct, number).select(batch.same)
+        return scores
+
+    def _of_function(self, function: RewardFunction, batch: TextBatch) -> Scores:
+        """A function's scores of texts, `[P, G]`."""
+        # 1. The places of the texts of each call, `[calls, texts]`.
+        calls = batch.distinct[:, None]
+        if function.grouped:
+            calls = batch.places
+        elif function.batched:
+            calls = batch.distinct[None]
+
+        # 2. Call it. A call without an answer has failed for all of its texts.
+        size = calls.shape[1]
+        scores = [as_scores(np.full(size, np.nan), size)] * len(calls)
+        # a thread that waits for an async function costs little
+        with closing(Pool(len(calls) if function.is_async else self.workers)) as pool:
+            for number, places in enumerate(calls):
+                call = partial(function.scores, *batch.pairs(places))
+                # a worker process has a deadline of its own
+                timeout_s = math.inf if function.process else function.timeout_s * size
+                pool.submit(number, call, timeout_s)
+            for number, answer, error in pool.all():
+                if isinstance(error, RunFailed):  # the run must not go on, whatever the reward is
+                    raise error
+                if error is None:
+                    scores[number] = answer
+                if scores[number].failed.any() and function.name not in self.first_errors:
+                    # the first failure alone: all of them would flood the log
+                    first = "gave no finite number" if error is None else failure(error)
+                    self.first_errors[function.name] = first
+                    cost = "such completions count as the worst of their group"
+                    self.warn(f"reward {function.name}: {first}; {cost}")
+        return Scores.join(scores).select(batch.places if function.grouped else batch.same)

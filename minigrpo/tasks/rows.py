@@ -1,0 +1,245 @@
+"""Rows: how tables give them, and what they say: question, answer, what tells them apart."""
+
+import copy
+import json
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import date, time
+from functools import partial
+from itertools import islice
+from math import isnan
+from numbers import Number
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+
+from ..identity import digest
+from ..text.chat import INSTRUCTIONS
+from ..types import ConfigError, Example
+
+MOST_ROWS = 1_000_000  # read from an iterable without a length
+QUESTIONS = ("prompt", "question", "problem")  # keys of a question; the first one in a row counts
+ANSWERS = ("answer", "completion", "solution")  # keys of an answer, likewise
+# keys of a message that chat templates write, besides the calls of tools
+WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
+
+
+Record = Mapping[str, Any]  # a row as it was given
+
+
+class Row(NamedTuple):
+    question: str  # differs for rows that ask something else; the prompt may show less of it
+    example: Example
+    is_test: bool = False  # held out by its source: a published test split, or the rule of chess
+    # what an environment reads, or the beginning of the answer: see `splits.tell_apart`
+    extra_key: str = ""
+
+
+Parse = Callable[[Any], Row]  # reads what a line holds; any exception refuses the line
+
+
+def read_rows(setting: str, data: Any) -> list[Record]:
+    """The rows of a table, or of any iterable of dicts. Raises ConfigError for other values."""
+    forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
+    refusal = ConfigError(f"{setting} must be {forms}, got a {type(data).__name__}")
+    rows = data
+    if hasattr(data, "itertuples"):  # pandas
+        # a column of whole numbers with a gap was read as floats
+        gaps = [name for name in data if data[name].dtype.kind == "f" and data[name].isna().any()]
+        table = data.assign(**data[gaps].convert_dtypes())
+        # several values stand for a missing one
+        rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    elif hasattr(data, "to_dicts"):  # polars
+        rows = data.to_dicts()
+    elif hasattr(data, "to_pylist"):  # pyarrow
+        rows = data.to_pylist()
+    if isinstance(rows, Mapping):
+        raise refusal
+    try:
+        iterator = iter(rows)
+    except TypeError:
+        raise refusal from None
+    # iterating over an object with `__getitem__` alone, such as torch's Dataset, passes its length
+    length = len(rows) if hasattr(rows, "__len__") else None
+    records = list[Record]()
+    for row in islice(iterator, length):
+        if not isinstance(row, Mapping):
+            raise refusal
+        if length is None and len(records) == MOST_ROWS:
+            advice = "if it has an end, pass a list; else use itertools.islice(rows, 10_000)"
+            raise ConfigError(f"{setting}: has over {MOST_ROWS:,} rows; {advice}")
+        records.append(dict(row))
+    return records
+
+
+def plain(value: Any, from_pandas: bool = False) -> Any:
+    """A value of a row as JSON has it, without keys that are null or NaN, at any depth.
+
+    Tables write null where a row lacks what others have. A value that is neither numpy's nor a
+    date, such as an image, stays. `from_pandas` marks a value inside an array of objects, where
+    whole numbers may be stored as floats. Raises UnicodeEncodeError for half a character, which
+    JSON can spell and no tokenizer reads.
+    """
+    if isinstance(value, str):
+        value.encode()
+    if isinstance(value, Mapping):
+        items = [(key, plain(item, from_pandas)) for key, item in value.items()]
+        return {key: item for key, item in items if not is_missing(item)}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, from_pandas) for item in value)
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind == "M":  # `tolist` gives a number for nanoseconds
+            value = value.astype("datetime64[us]")
+        return plain(value.tolist(), from_pandas or value.dtype.kind == "O")
+    if from_pandas and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return value
+
+
+def is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and isnan(value))
+
+
+def canonical(value: Any) -> Any:
+    """A value whose texts have single spaces and one Unicode form, so that copies are equal."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, Mapping):
+        return {key: canonical(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(item) for item in value]
+    return value
+
+
+def question_key(text: str) -> str:
+    """The canonical form of a question. Raises ValueError if it is empty."""
+    key: str = canonical(text)
+    if not key:
+        raise ValueError("the question is empty")
+    return key
+
+
+def whole_question(
+    text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
+) -> str:
+    """A text that tells a prompt apart from others. Its parts that no template writes are left out.
+
+    The text is the prompt itself if it is plain, or the only message of a user. `variables` are the
+    variables of the chat template.
+    """
+    asked = []
+    for message in messages or ({"role": "user", "content": text},):
+        written = {key: message[key] for key in WRITTEN if message.get(key)}
+        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        calls = [(function.get("name"), function.get("arguments")) for function in functions]
+        asked.append(canonical({**written, "tool_calls": calls} if calls else written))
+    key = question_key(text)
+    is_plain = asked == [{"role": "user", "content": key}]
+    if is_plain and not (tools or variables):
+        return key
+    return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=digest)
+
+
+def text_field(record: Record, keys: Iterable[str], default: str | None = None) -> str:
+    """The text or number under the first of the keys that a row has."""
+    value = next((record[key] for key in keys if key in record), default)
+    if not isinstance(value, str | Number):
+        raise ValueError(f"needs a text or a number under {' or '.join(keys)}, got {value!r:.60}")
+    return str(value)
+
+
+def parse_pair(record: Record, needs_answer: bool = True) -> Row:
+    """Read a row with a question, or the messages of a chat, and an answer; all stay as they are.
+
+    Messages stand under `prompt` and `completion` (TRL's form), or without a prompt under
+    `messages` (OpenAI's). If the last one is the assistant's, it is the answer; at the end of a
+    prompt it is the beginning of the answer. With `needs_answer`, a row without one is refused.
+    """
+    # 1. The messages, without the answer if they have it.
+    prompt = record.get("prompt") or record.get("messages")
+    chats = [chat for chat in (prompt, record.get("completion")) if chat and is_chat(chat)]
+    messages = [as_templates_write(message) for chat in chats for message in chat]
+    default = None if needs_answer else ""
+    if ends_in_answer(messages) and chats[-1] is not record.get("prompt"):
+        default = messages.pop()["content"]
+
+    # 2. The answer, if the row has one as a text.
+    keys = [key for key in ANSWERS if not is_chat(record.get(key))]
+    if not needs_answer:  # values of other types are for reward functions
+        keys = [key for key in keys if isinstance(record.get(key), str | Number)]
+    answer = text_field(record, keys, default)
+
+    # 3. The question. The beginning of the answer does not belong to it.
+    text = question_of(messages) or text_field(record, QUESTIONS)
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        tools = json.loads(tools)
+    tools = list(tools) if is_chat(tools) else None  # a column may have another meaning
+    asked = messages[:-1] if ends_in_answer(messages) else messages
+    question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
+    beginning = "".join(message["content"] for message in messages[len(asked) :])
+    example = Example(text, answer, messages=tuple(messages), fields=record, tools=tools)
+    return Row(question, example, extra_key=beginning)
+
+
+parse_any = partial(parse_pair, needs_answer=False)
+
+
+def parse_episode(record: Record, is_read: bool, told: Collection[str] = ()) -> Row:
+    """Read a row that needs no question, because an environment asks.
+
+    `told` has the keys that the environment's `reset` names; they belong to the question. `is_read`
+    says that the environment may read the whole row.
+    """
+    whole = json.dumps(record, sort_keys=True, default=digest)
+    question_keys = {*QUESTIONS, "messages", "completion"}
+    if question_keys & record.keys():
+        row = parse_any(record)
+    else:
+        row = Row(whole, Example("", fields=record))
+    told_fields = {key: record[key] for key in {*told} & record.keys() - question_keys}
+    if told_fields:
+        text = json.dumps(canonical(told_fields), sort_keys=True, default=digest)
+        row = row._replace(question=f"{row.question} {text}")
+    return row._replace(extra_key=whole) if is_read else row
+
+
+def is_chat(value: object) -> TypeGuard[Sequence[Record]]:
+    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+
+
+def ends_in_answer(messages: Sequence[Record]) -> bool:
+    """Whether the last message is the assistant's: an answer, or the beginning of one."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
+
+
+def as_templates_write(message: Record) -> dict[str, Any]:
+    """A message with a text where OpenAI's has parts or null, and objects where it has JSON."""
+    written = dict(copy.deepcopy(message))
+    content = message.get("content", "")
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    written["content"] = content
+    for call in written.get("tool_calls", ()):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+    return written
+
+
+def question_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """The text that stands for messages in logs: a user's message, or the turns of a dialogue.
+
+    Different prompts may have the same one; `whole_question` tells them apart.
+    """
+    asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    if ends_in_answer(asked):
+        asked.pop()
+    if len(asked) == 1 and asked[0]["role"] == "user":
+        return asked[0]["content"]
+    return "\n".join(
+        f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
+        for message in asked
+    )

@@ -1,0 +1,139 @@
+"""Questions from JSONL files or Python: which are held out, and in which order they are asked.
+
+`--eval-data` is held out whole; without it a tenth of the questions of `--data`, chosen by a hash.
+A question is the whole prompt: the messages, the tools and the template's variables. It counts once
+in an evaluation, however many rows ask it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import collecting, refuse_rows, refusing
+from ..rng import stream
+from ..task import Task
+from ..types import ConfigError, Example
+from .rows import Parse, Record, Row, parse_pair, plain, question_key
+
+Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
+
+
+def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
+    """The rows of --data and --eval-data; if questions are few, each with its `extra_key`.
+
+    All rows may ask the same, such as "Find the way out", and differ in what an environment reads,
+    or in the beginning of the answer. With ten questions or more, neither changes the split.
+    """
+    questions = {row.question for rows in sides for row in rows}
+    if len(questions) >= 10:  # a tenth of fewer may be none
+        return sides
+    return [[row._replace(question=row.question + row.extra_key) for row in rows] for rows in sides]
+
+
+class Rows(Task):
+    """The examples of files. An epoch visits every row once, in an order of its own."""
+
+    def __init__(self, seed: int, data: Files, eval_data: Files, parse: Parse = parse_pair) -> None:
+        """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
+        self.seed = seed
+        self.parse = parse
+
+        # 1. The split. A question that is evaluated is represented by its first row.
+        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data, "eval_data"))
+        evaluated: dict[str, Example] = {}
+        for row in eval_rows if eval_data else self.choose_held_out(rows):
+            evaluated.setdefault(row.question, row.example)
+        trained = [row for row in rows if row.question not in evaluated]
+        self._train = [row.example for row in trained]
+        self._held_out = list(evaluated.values())
+        self._known = [
+            row.example
+            for row in (*rows, *eval_rows)
+            if evaluated.get(row.question, row.example) is row.example
+        ]
+
+        # 2. The counts, and what is left out.
+        self.num_train = len(trained)
+        self.num_held_out = len(evaluated)
+        self.num_known = len(self._known)
+        self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
+        num_copies = len(rows) + len(eval_rows) - self.num_known
+        if num_copies:
+            self.about += f"; {num_copies} more rows ask one of these, and are left out"
+        if not evaluated or (data and not trained):
+            raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
+        self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
+
+    def read(self, files: Files, argument: str = "data") -> list[Row]:
+        """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
+        rows = []
+        errors = list[str]()
+        for place, record in _places(files, argument):
+            with collecting(errors), refusing(place):
+                if isinstance(record, bytes):
+                    record = json.loads(record)
+                row = self.parse(plain(record))
+                question = question_key(row.question)
+                example = replace(row.example, place=place)
+                rows.append(row._replace(question=question, example=example))
+        refuse_rows(errors, len(rows) + len(errors))
+        return rows
+
+    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows that are tests, else the rows of a tenth of the questions, or one row."""
+        tests = [row for row in rows if row.is_test]
+        if 0 < len(tests) < len(rows):  # else the files have one side of a published split
+            return tests
+        chosen = [row for row in rows if is_held_out(row.question)]
+        return chosen or sorted(rows, key=lambda row: hash64(row.question))[:1]
+
+    def train(self, number: int) -> Example:
+        epoch, place = divmod(number, self.num_train)
+        order = permutation(self.seed, epoch, self.num_train)
+        return replace(self._train[order[place]], index=number)
+
+    def held_out(self, number: int) -> Example:
+        return replace(self._held_out[number % len(self._held_out)], index=number)
+
+    def known(self, number: int) -> Example:
+        """Example `number` of those that are trained on or evaluated, in the order of the files."""
+        return self._known[number]
+
+
+def _places(files: Files, argument: str) -> Iterator[tuple[str, bytes | Record]]:
+    """Each line of files, or row of a caller, after its name, such as "a.jsonl, line 3"."""
+    for source in files:
+        if not isinstance(source, Path):
+            for number, record in enumerate(source, 1):
+                yield f"{argument}, row {number}", record
+            continue
+        # as bytes, because `splitlines` of a text also splits at U+2028
+        for number, line in enumerate(source.read_bytes().splitlines(), 1):
+            if line.strip():
+                yield f"{source}, line {number}", line
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    return stream(seed, "pairs", epoch).permutation(n)
+
+
+def _hashes(questions: Iterable[str]) -> np.ndarray:
+    """`[n]` uint64, the sorted hashes of n different questions."""
+    return np.unique(np.fromiter(map(hash64, questions), np.uint64))
+
+
+def hash64(text: str) -> int:
+    """A 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8)
+    return int.from_bytes(hashed.digest())
+
+
+def is_held_out(question: str, one_in: int = 10) -> bool:
+    """Whether a question is for evaluation, by its hash alone: copies of it are in one split."""
+    return hash64(question) % one_in == 0

@@ -1,0 +1,221 @@
+"""The commands on a model: `minigrpo evaluate`, `sample` and `export`."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+from pydantic import NonNegativeInt, PositiveInt
+
+from ..build import FrozenModels, Job, make_sampler, make_scorer, make_tokenizer, resolve
+from ..config import Config, read_flags, read_toml
+from ..evaluate import complete_prompt, grade, held_out_examples, measure
+from ..given import Given
+from ..guard import NonFiniteGuard
+from ..metrics import Graded
+from ..model.source import RECORD, ModelSource
+from ..model.transformer import Transformer
+from ..rewards.scorer import RewardScorer
+from ..run.console import Console
+from ..run.logging import to_json
+from ..run.run_dir import TRAINED_ON, warn_of_known_questions
+from ..runtime.device import Precision, pick_device, set_up_process
+from ..sampling.pick import Distribution
+from ..sampling.sampler import Sampler
+from ..settings import Group, OnePath, Paths
+from ..text.tokenizer import Tokenizer
+from ..types import EXACT, Warn
+from .cli import printable
+
+
+class ModelArguments(Group):
+    """The arguments of all commands on a model."""
+
+    run: Annotated[Paths, tyro.conf.Positional]
+    """The first word: a run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
+    data: Paths = ""
+    """Files of questions, all of which are held out."""
+
+
+A = TypeVar("A", bound=ModelArguments)
+
+
+def parse(arguments_class: type[A], argv: Sequence[str], prog: str) -> tuple[A, dict[str, Any]]:
+    """The command's own flags, and the settings that the other flags give."""
+    arguments, flags = tyro.cli(arguments_class, args=argv, prog=prog, return_unknown_args=True)
+    return arguments, read_flags(flags, prog)
+
+
+def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
+    """The settings of the run, or the defaults, with those that are given. Raises ConfigError."""
+    record = Path(arguments.run) / RECORD
+    settings = read_toml(record) if record.is_file() else {}
+    # a run's adapters are loaded with it; it may be of another machine
+    settings |= {"model": arguments.run, "lora_rank": 0, "device": "auto"}
+    if arguments.data:
+        settings |= {"data": "", "eval_data": arguments.data}
+    return resolve(Config.of(**{**settings, **given}), models=["model"])
+
+
+def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> tuple[Transformer, Precision]:
+    """The model on its device, with the adapters of a run apart, as in its training."""
+    device = pick_device(config.speed.device)
+    set_up_process(config.speed, device)
+    source = ModelSource.of(config.model.name, config.task.name)
+    as_trained = source.is_run and not config.model.lora_rank
+    trained = source.load_trained(say) if as_trained else None
+    model = source.start(config, tokenizer, say, {}, trained).to(device)
+    return model, Precision(config.speed, device, NonFiniteGuard())
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model on the task of its run, or of flags: it is sampled from and scored."""
+
+    job: Job
+    sampler: Sampler
+    scorer: RewardScorer
+
+    @classmethod
+    def of(cls, config: Config, console: Console) -> "OpenedModel":
+        """The model and the task of a config from `resolve`. Raises ConfigError."""
+        job = Job.of(config, Given())
+        model, precision = open_model(config, job.tokenizer, console.say)
+        frozen_models = FrozenModels(job, model, precision, console, {})
+        sampler = make_sampler(job, model, precision, console.warn)
+        return cls(job, sampler, make_scorer(job, frozen_models, console.warn))
+
+
+class EvaluateArguments(ModelArguments):
+    """Score a model's completions of held-out examples, greedy and sampled, in total and by kind.
+
+    minigrpo evaluate RUN_OR_MODEL [--data test.jsonl] [flags of minigrpo train]
+
+    It measures the same as the evaluations of a run, on more examples, with the settings of the run
+    unless flags change them. Its 95 % intervals are over examples.
+    """
+
+    n: PositiveInt = 2000
+    """Held-out examples, or as many as there are."""
+    json_file: Annotated[OnePath | None, tyro.conf.arg(name="json")] = None
+    """Write the figures here, as JSON."""
+
+
+def evaluate_command(argv: Sequence[str], prog: str) -> None:
+    arguments, given = parse(EvaluateArguments, argv, prog)
+    config = config_of(arguments, given | {"eval_size": arguments.n})
+    console = Console()
+    opened = OpenedModel.of(config, console)
+    warn_of_known_questions(arguments.run, opened.job.task.questions, console.warn)
+    measures = measure(opened.sampler, opened.scorer).measures
+    run = config.run
+    console.say(f"{arguments.run}: {measures['n'].value:.0f} held-out examples, seed {run.seed}")
+    console.measures({"": measures})
+    if arguments.json_file:
+        figures = {
+            "model": arguments.run,
+            "seed": run.seed,
+            "samples": run.eval_samples,
+            "measures": {name: estimate._asdict() for name, estimate in measures.items()},
+        }
+        arguments.json_file.write_text(to_json(figures, indent=1))
+        console.say(f"wrote {arguments.json_file}")
+
+
+class SampleArguments(ModelArguments):
+    """Prompt a model with a text of your own, or show its answers to held-out examples.
+
+    minigrpo sample MODEL --prompt "Why is the sky blue?" [flags of minigrpo train]
+
+    minigrpo sample RUN --examples 5 --n 4
+
+    It samples with the settings of the run unless flags change them, such as --temperature 0.7.
+    """
+
+    prompt: str = ""
+    """A text for the model: a user's message if the model has a chat template, else as it is."""
+    raw: bool = False
+    """Send --prompt as it is, without the chat template."""
+    examples: PositiveInt = 3
+    """Without --prompt: the number of held-out examples."""
+    n: NonNegativeInt = 1
+    """Completions to sample per prompt; 0: the greedy one."""
+
+
+def sample_command(argv: Sequence[str], prog: str) -> None:
+    arguments, given = parse(SampleArguments, argv, prog)
+    config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
+    console = Console()
+    if not arguments.prompt:
+        opened = OpenedModel.of(config, console)
+        examples = held_out_examples(opened.job.task, arguments.examples)
+        distribution = Distribution.of(config.sampling)
+        graded = grade(opened.sampler, opened.scorer, examples, arguments.n, distribution)
+        show(console, graded)
+        return
+    # the run's task is of no interest, and its files may be gone
+    tokenizer = make_tokenizer(config)
+    model, precision = open_model(config, tokenizer, console.say)
+    sampler = Sampler(config, model, tokenizer, autocast=precision.autocast, warn=console.warn)
+    texts, whole = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    for number, (text, is_whole) in enumerate(zip(texts, whole, strict=True), 1):
+        label = f"[{number}] " if len(texts) > 1 else ""
+        ending = "" if is_whole else " ... (cut off: --max-new-tokens)"
+        console.say(f"{label}{printable(text)}{ending}")
+
+
+def show(console: Console, graded: Graded) -> None:
+    """Print prompts, answers, and each completion or dialogue with its reward."""
+    # only an answer that a right completion equals is certainly the known one
+    name = "answer" if graded.success == EXACT else "reference"
+    right = graded.right
+    rewards = graded.rewards
+    for p, example in enumerate(graded.examples):
+        lines = [f"prompt      {example.prompt}"]
+        lines += [f"{name:<10}  {example.answer}"] if example.answer else []
+        for g, text in enumerate(graded.texts[p]):
+            for message in text.messages:
+                speaker = message["role"] if text.is_dialogue else "completion"
+                lines.append(f"{speaker:<10}  {message['content']}")
+            verdict = []
+            if right.known[p, g]:
+                verdict.append("right" if right.values[p, g] else "wrong")
+            if rewards.total_known[p, g]:
+                verdict.append(f"reward {rewards.total[p, g]:.3g}")
+            lines[-1] += f"   {', '.join(verdict)}"
+        console.say(printable("\n".join([*lines, ""])))
+
+
+class ExportArguments(ModelArguments):
+    """Write a model as a folder that transformers loads, with the files of its tokenizer.
+
+    minigrpo export RUN_OR_MODEL --out FOLDER
+
+    The adapters of a run with --lora-rank are merged into the weights; the run's own folder has
+    them as PEFT loads them. The folder must be new.
+    """
+
+    out: OnePath
+    """The folder to write."""
+
+
+def export_command(argv: Sequence[str], prog: str) -> None:
+    arguments, given = parse(ExportArguments, argv, prog)
+    console = Console()
+    out = arguments.out
+    config = config_of(arguments, given)
+    tokenizer = make_tokenizer(config)
+    source = ModelSource.of(config.model.name, config.task.name)
+    # before the folder is made: it may be refused
+    model = source.start(config, tokenizer, console.say, {})
+    out.mkdir(parents=True)  # an error if it is there
+    model.export(out)
+    tokenizer.save(out)
+    trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
+    if trained_on.is_file():
+        shutil.copyfile(trained_on, out / TRAINED_ON)
+    args = config.model.chat_args
+    note = f"; give its chat template what it was trained with: {args}" if args else ""
+    console.say(f"{arguments.run} -> {out}{note}")
