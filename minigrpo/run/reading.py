@@ -64,8 +64,8 @@ class Run:
 
 def read_run(folder: Path, warn: Warn) -> Run:
     """Read the folder of a run; warn of damaged lines. Raises ConfigError if it is not one."""
-    metrics = [finite_numbers(line) for line in read_jsonl(folder / METRICS, warn)]
-    evaluations = [finite_numbers(line) for line in read_jsonl(folder / EVALUATIONS, warn)]
+    metrics = _read_numbers(folder / METRICS, warn)
+    evaluations = _read_numbers(folder / EVALUATIONS, warn)
     record = RunRecord.read(folder)
     if not (metrics and record):
         raise ConfigError(f"{folder}: is not a run, or has no steps yet")
@@ -73,10 +73,20 @@ def read_run(folder: Path, warn: Warn) -> Run:
     return Run(folder, config, metrics, evaluations, record.versions)
 
 
+def _read_numbers(path: Path, warn: Warn) -> list[LoggedNumbers]:
+    """The numbers of the lines of a log. A line whose step is no number is left out."""
+    lines = [finite_numbers(line) for line in read_jsonl(path, warn)]
+    return [line for line in lines if "step" in line]
+
+
 def finite_numbers(record: object) -> dict[str, float]:
-    """The finite numbers of a JSON object by key. A value that is not an object has none."""
+    """The numbers of a JSON object that numpy can hold, by names that can be printed.
+
+    A value that is not an object has none.
+    """
     pairs = record.items() if isinstance(record, dict) else ()
-    return {name: x for name, x in pairs if type(x) in (int, float) and -1e300 < x < 1e300}
+    numbers = {name: x for name, x in pairs if type(x) in (int, float) and abs(x) < 2**63}
+    return {name: x for name, x in numbers.items() if name.isprintable()}
 
 
 def differing(sides: Sequence[Mapping[str, object]]) -> list[list[str]]:
