@@ -1,6 +1,5 @@
 """What is checked before a run starts: its examples, and what its processes must have alike."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,13 @@ from .errors import collecting, refuse_rows
 from .evaluate import held_out_examples
 from .given import Given
 from .identity import digest
-from .losses import LossSpec
 from .model.frozen_model import with_context
 from .rewards.scorer import RewardScorer
 from .run.console import Console
 from .text.encoding import check_prompt, encode_answer, messages_of, template_args
 from .text.tokenizer import Tokenizer
-from .turns.environments import TurnTask
 from .types import ConfigError, Example, Warn
-from .userfiles import defined_in, files_read, sha256_of
+from .userfiles import files_read
 
 CHECKED = 16  # examples of each split that a run makes before it starts
 
@@ -76,28 +73,17 @@ def _warn_of_examples(
         warn(f"{tokenizer.chat.name} never reads {names} of --chat-args, chat_template_kwargs")
 
 
-def digests(
-    job: Job, loss: LossSpec, scorer: RewardScorer, checksums: Mapping[str, str]
-) -> dict[str, str]:
+def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dict[str, str]:
     """What all processes of a run must have alike.
 
     Of users' code they compare the text: what a file computes, such as a rank, may differ.
     """
     task = job.task
     examples = [*map(task.train, range(CHECKED)), *map(task.known, range(task.num_known))]
-    plain = task.source if isinstance(task, TurnTask) else task
-    of_user = getattr(plain, "source", plain)  # the library wraps a user's task
-    code: list[object] = [type(of_user), loss.ratio, loss.surrogate, loss.weights]
-    code += [function.function for function in job.functions]
-    if job.environments:
-        code += [spec.make for spec in job.environments.specs.values()]
-        code += [tool.function for tool in job.environments.tools.values()]
     return {
         "rows": digest([task.about, examples]),
         "rewards": digest([scorer.names, scorer.weights]),
-        "code": digest([*map(defined_in, code)]),
         "tokenizer": job.tokenizer.fingerprint,
         **checksums,
         **files_read(),
-        "the script": sha256_of(getattr(sys.modules["__main__"], "__file__", None) or ""),
     }

@@ -86,12 +86,6 @@ class Given:
         given = {"data": self.data, "eval_data": self.eval_data}
         return {name: Contents(rows) for name, rows in given.items() if rows is not None}
 
-    @property
-    def code(self) -> dict[str, str]:
-        """A digest of all that the other objects say and do, by setting."""
-        others = self.objects.keys() - {"model", "data", "eval_data"}
-        return {f"code of {name}": digest(self.objects[name]) for name in sorted(others)}
-
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""
         texts = {name: contents.digest for name, contents in self.rows.items()}

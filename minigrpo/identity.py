@@ -7,12 +7,11 @@ the same. Python's own `repr` and `hash` depend on addresses, and the order of a
 import copyreg
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError
-from .userfiles import INSTALLED
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -58,7 +56,7 @@ def _hashed(contents: bytes | bytearray) -> str:
 
 
 class Contents:
-    """What is in a value at any depth: data, objects, and the code of users' functions."""
+    """What is in a value at any depth: data, objects, and the names of functions and classes."""
 
     def __init__(self, value: object) -> None:
         self.unread = set[str]()  # types of the objects that cannot be read, such as a lock
@@ -78,9 +76,6 @@ class Contents:
     def by_contents(self, value: object) -> str:
         """The digest of a list, or of a value that JSON has no form for."""
         value_type = type(value)
-        if value_type is not type:
-            # The class is read first: it may contain the object, and the order of a set is random.
-            self.of(value_type)
         if id(value) not in self.digests:
             self.digests[id(value)] = value, "inside itself"
             try:
@@ -113,65 +108,15 @@ class Contents:
             return [value.dtype.str, [*value.shape], _hashed(value.tobytes())]
         if isinstance(value, nn.Module):
             return checksum(value.state_dict())
-        if isinstance(value, CodeType):
-            return [value.co_code.hex(), self.of(value.co_consts), *value.co_names]
-        if isinstance(value, FunctionType):
-            return self.of_function(value)
-        if isinstance(value, type):
-            return self.of_class(value)
+        if isinstance(value, type | FunctionType):
+            return f"{value.__module__}.{value.__qualname__}"
         return self.of_object(value)
-
-    def of_function(self, function: FunctionType) -> object:
-        """A function's code, default arguments, closure, and the globals that it reads."""
-        if is_installed(function):
-            return f"{function.__module__}.{function.__qualname__}"
-        # globals of other types, such as a client or a table, may change during a run
-        constant = (FunctionType, type, str, int, float)
-        known = function.__globals__
-        names = set(_names(function.__code__))
-        contents = (
-            function.__code__,
-            function.__defaults__,
-            function.__kwdefaults__,
-            [cell.cell_contents for cell in function.__closure__ or ()],
-            {name: known[name] for name in names if isinstance(known.get(name), constant)},
-        )
-        return [function.__qualname__, *map(self.of, contents)]
-
-    def of_class(self, named: type) -> object:
-        """The name of a class, and for a user's class also its attributes and functions."""
-        if is_installed(named):
-            return f"{named.__module__}.{named.__qualname__}"
-        members = dict[str, object]()
-        for name, member in vars(named).items():
-            for wrapped in ("__func__", "fget", "func"):  # static methods, properties, caches
-                member = getattr(member, wrapped, member)
-            if isinstance(member, FunctionType) or not name.startswith("_"):
-                members[name] = member
-        return [named.__qualname__, self.of(named.__bases__), self.of(members)]
 
     def of_object(self, value: object) -> object:
         """The state that copies and pickles of an object are made from."""
         reduce = copyreg.dispatch_table.get(type(value))  # a compiled regex has one
         state = reduce(value) if reduce else value.__reduce_ex__(4)
         if isinstance(state, str):  # the name of a global, such as a function with a cache
-            return [state, self.of(getattr(value, "__wrapped__", None))]
+            return state
         contents = [[*each] if isinstance(each, Iterator) else each for each in state]
         return [self.of(each) for each in contents]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that code and the functions inside it look up."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
-
-
-def is_installed(named: Any) -> bool:
-    """Whether a function or class is not the user's, so that its name identifies it."""
-    name = named.__module__ or "builtins"
-    if name == "__main__":  # under a debugger, its file is an installed one
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return name.partition(".")[0] in sys.stdlib_module_names or file.startswith(INSTALLED)

@@ -87,7 +87,7 @@ class Trainer:
         self.teacher = frozen_models.of_flag("--teacher", config.loss.teacher)
         self.reference = frozen_models.of_flag("--reference", config.loss.reference_model)
         if dist.world_size > 1:
-            dist.refuse_differences(digests(job, loss, self.scorer, checksums) | own_settings)
+            dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
         self.learner = Learner(config, self.model, loss, precision, dist, console.warn)
         self.sampler = make_sampler(job, self.model, precision, console.warn)
@@ -95,9 +95,7 @@ class Trainer:
         self.source = self._batch_source()
         # 3. The folder, and the checkpoint to go on from.
         facts = {"tokenizer": job.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
-        self.run_dir = RunDir(
-            folder, config, dist, console, facts, job.task.questions, given.code, checksums
-        )
+        self.run_dir = RunDir(folder, config, dist, console, facts, job.task.questions, checksums)
         self.run_dir.open(self.learner.load_state_dict)
         self.log: RunLog | None = None  # opened by the first step
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first

@@ -69,28 +69,17 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def files_read() -> dict[str, str]:
-    """The files of the users' modules, here and in workers, with the sha256 when each was loaded.
-
-    The script that was started is left out: it may change before a resume, and its functions are
-    compared by their code.
-    """
-    for name, module in [*sys.modules.items()]:
+    """The files of users' modules, here and in workers, with the sha256 when each was loaded."""
+    for module in [*sys.modules.values()]:
         attributes = getattr(module, "__dict__", {})  # without a module's own `__getattr__`
         file = str(attributes.get("__file__"))
-        if name == "__main__" or not os.path.isabs(file) or file.startswith(INSTALLED):
+        if not os.path.isabs(file) or file.startswith(INSTALLED):
             continue
         spec = attributes.get("__spec__")  # a new one if a notebook loads the file again
         if (file, id(spec)) not in _read:
             _read[file, id(spec)] = spec, sha256_of(file)
     here = {file: sha256 for (file, _), (_, sha256) in _read.copy().items()}
     return _read_elsewhere | here
-
-
-def defined_in(thing: Any) -> str:
-    """The sha256 of the user's file that defines a function or class; "" for other code."""
-    module = sys.modules.get(getattr(innermost(thing), "__module__", ""))
-    file = getattr(module, "__file__", None) or ""
-    return files_read().get(file, "")
 
 
 def changed_files(others: Mapping[str, str]) -> list[str]:

@@ -328,15 +328,3 @@ def test_losses_of_the_callers_are_told_apart_by_a_resume() -> None:
     texts = [Given.of(loss=spec).as_settings()["loss"] for spec in SPECS]
     assert len(set(texts)) == len(SPECS)
     assert texts == [Given.of(loss=copy.copy(spec)).as_settings()["loss"] for spec in SPECS]
-
-
-def test_an_edited_function_of_the_same_name_has_another_code_and_the_same_setting() -> None:
-    def given(bonus: float) -> Given:
-        def paid(example: Any, text: str) -> float:
-            return len(text) + bonus
-
-        return Given.of(rewards=[paid])
-
-    first, same, other = given(1.0), given(1.0), given(2.0)
-    assert first.code == same.code != other.code
-    assert first.as_settings() == other.as_settings()

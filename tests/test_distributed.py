@@ -24,8 +24,7 @@ from minigrpo.checks import digests as digests_of
 from minigrpo.given import Given
 from minigrpo.guard import RunFailed
 from minigrpo.identity import recognise
-from minigrpo.losses import LossSpec
-from minigrpo.rewards.functions import RewardFunction, load_rewards
+from minigrpo.rewards.functions import RewardFunction
 from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime import distributed
@@ -188,14 +187,6 @@ def test_collectives_give_all_processes_the_same(found: list[dict[str, Any]]) ->
 ROWS = [{"prompt": f"{n}?"} for n in range(30)]
 
 
-def load_paid(folder: Path, value: float) -> RewardFunction:
-    """A reward in a file of the same name in another folder."""
-    folder.mkdir()
-    path = folder / "paid.py"
-    path.write_text(f"import minigrpo\n@minigrpo.reward\ndef paid(*_): return {value}\n")
-    return load_rewards(str(path))[0]
-
-
 def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> None:
     config = Config.of(task="prompts", task_args={"judge": "none"}, tokenizer="chess")
     right = minigrpo.reward(lambda example, text: 1.0)
@@ -212,7 +203,7 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
         file.write_text(text)
         userfiles._read.clear()  # as another process has not read it yet
         load_file(file)
-        return digests_of(job, LossSpec(), scorer, checksums)
+        return digests_of(job, scorer, checksums)
 
     first = digests()
     assert digests(rows=[*ROWS]) == first
@@ -223,8 +214,6 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
         "weights of --teacher a": digests(weight=1.5),
     }.items():
         assert {key for key in first if first[key] != other[key]} == {name}
-    ours, theirs = (load_paid(tmp_path / f"{value}", value) for value in (1.0, 2.0))
-    assert digests(reward=ours)["code"] != digests(reward=theirs)["code"]
 
 
 def test_metrics_are_sums_or_means_over_processes(found: list[dict[str, Any]]) -> None:

@@ -102,7 +102,6 @@ class Run:
     def start(
         self,
         questions: Questions = None,
-        code: Mapping[str, str] = {},
         checksums: Mapping[str, str] = {},
         **facts: Any,
     ) -> "Run":
@@ -113,7 +112,6 @@ class Run:
             self.console,
             {**FACTS, **facts},
             questions,
-            code,
             dict(checksums),
         )
         self.run_dir.open(self.learner.load)
@@ -595,24 +593,23 @@ def test_code_that_has_changed_is_named_and_used_as_it_is(
     monkeypatch.setattr(userfiles, "_read", {})  # without files of other tests
     monkeypatch.setattr(userfiles, "_read_elsewhere", {})
     load_file(users_file)
-    run = Run(tmp_path / "run").start(code={"code of rewards": "a"})
+    run = Run(tmp_path / "run").start()
     userfiles.changed_files({str(later): userfiles.sha256_of(later)})  # a worker has read it
     run.train().save().die()
     monkeypatch.setattr(userfiles, "_read_elsewhere", {})
     later.write_text("LIMIT = 4\n")
     helper.write_text("LIMIT = 4\n")
 
-    def said(code: str) -> list[str]:
-        again = Run(tmp_path / "run").start(code={"code of rewards": code})
+    def said() -> list[str]:
+        again = Run(tmp_path / "run").start()
         again.die()
         # files of other tests' modules, which are loaded in this process too, may have changed
-        names = (str(later), str(helper), "code of rewards")
+        names = (str(later), str(helper))
         return [name for text in again.said for name in names if name in text]
 
-    assert said(code="a") == [str(later)]
-    assert said(code="b") == [str(later), "code of rewards"]
+    assert said() == [str(later)]
     monkeypatch.setattr(userfiles, "_read", {})
-    assert said(code="b") == [str(later), str(helper), "code of rewards"]
+    assert said() == [str(later), str(helper)]
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "lock"])

@@ -79,7 +79,6 @@ class RunDir:
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
     questions: Questions
-    code: Mapping[str, str]  # digests of the caller's objects
     checksums: dict[str, str]  # see `recognise`; a reward adds those of its models later
 
     def __post_init__(self) -> None:
@@ -92,7 +91,7 @@ class RunDir:
         names = f"{self.config.task.data},{self.config.task.eval_data}".split(",")
         files = [str(Path(name.strip()).absolute()) for name in names]
         data = {file: sha256_of(file) for file in files if os.path.isfile(file)}
-        self.contents = {**data, **files_read(), **self.code}
+        self.contents = data | files_read()
         self.identity = {**self.record.flat(), **self.machine, **self.facts}
         self.saved_step = -1  # step of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
