@@ -30,7 +30,7 @@ LAYOUT = {COMMENT, DEDENT, ENDMARKER, INDENT, NL}
 # The rooms, from the bottom. A room is a file at the top level or a folder. It may import rooms of
 # the rows above its own here, and no others.
 FLOORS = (
-    "assets clock errors fen rng settings statistics",
+    "assets errors fen rng settings statistics",
     "hub sandbox types userfiles",
     "advantages checkpoint guard identity metrics task",
     "losses text",

@@ -1,7 +1,6 @@
 """Chat templates with the features of the published ones, on tokenizers of their families."""
 
 import re
-import subprocess
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 
 from minigrpo.model.frozen_model import with_context
-from minigrpo.text import chat as chat_module
 from minigrpo.text.chat import Chat
 from minigrpo.text.encoding import encode_pairs, encode_prompt, prompt_within
 from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
@@ -228,32 +226,6 @@ def test_a_template_without_the_question_or_the_instructions_is_refused(template
 )
 def test_what_a_template_must_not_do_is_refused(template: str) -> None:
     refused(lambda: Chat(template).render(ask("a")))
-
-
-TOO_MUCH = [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% if tools %}{{ 'a' * 10**11 }}{% endif %}",
-]
-
-
-@pytest.mark.parametrize("template", TOO_MUCH)
-def test_a_template_that_does_not_end_or_grows_is_refused(
-    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_module, "MOST_CPU_S", 1)
-    tiny.tiny_tokenizer_folder(tmp_path, template=template)
-    refused(load_tokenizer, str(tmp_path))
-
-
-def test_a_template_is_tried_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = f"{USERS}{tmp_path}"  # no other test has it
-    folder = str(tiny.tiny_tokenizer_folder(tmp_path, template=template))
-    process = Mock(wraps=subprocess.run)
-    monkeypatch.setattr(subprocess, "run", process)
-    for _ in range(2):
-        assert load_tokenizer(folder).chat
-    assert process.call_count == 1
 
 
 def test_a_template_of_the_users_counts_before_those_of_the_folder(tmp_path: Path) -> None:

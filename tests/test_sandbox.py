@@ -192,18 +192,6 @@ def test_signals_that_ask_the_run_to_stop_end_no_program() -> None:
     assert [one.process.pid for one in client._idle] == [worker]
 
 
-def test_code_runs_again_after_a_pause_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = [[False], [True], [False]]
-    monkeypatch.setattr(client, "run_once", lambda *_: verdicts.pop(0))
-    ran = [100.0, 100.0]
-    monkeypatch.setattr(client, "running_seconds", lambda: ran.pop(0))
-    clock = iter([1000.0, 1002.0, 1003.0, 1003.5])
-    monkeypatch.setattr(client.time, "monotonic", lambda: next(clock))
-    assert run_tests(RIGHT, TESTS[:1]) == [True]
-    ran += [102.0, 102.5]
-    assert run_tests(RIGHT, TESTS[:1]) == [False]
-
-
 def test_threads_run_programs_side_by_side_without_mixing_them_up() -> None:
     def check(number: int) -> list[bool]:
         code = f"import time\ntime.sleep(0.2)\ndef f(): return {number}"

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import suppress
@@ -13,7 +14,6 @@ from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from ..clock import running_seconds
 from ..errors import ConfigError
 from . import hangs
 from .processes import LATE
@@ -89,7 +89,7 @@ class Pool:
         """The outcome of a call that has ended or is late, or None after 50 ms without one."""
         with suppress(Empty):
             return self.done.get(wait, timeout=0.05)
-        now = running_seconds()
+        now = time.monotonic()
         for call, deadline in self.deadlines.copy().items():
             if deadline <= now and self._take_out(call):
                 self._start_thread()
@@ -102,7 +102,7 @@ class Pool:
     def _work(self) -> None:
         """The work of a thread: calls, until there are no more or one of them was late."""
         for call in iter(self.todo.get, None):
-            self.deadlines[call] = running_seconds() + call.timeout_s
+            self.deadlines[call] = time.monotonic() + call.timeout_s
             hangs.note_begin(call, call.timeout_s)
             result = error = None
             try:
@@ -139,13 +139,10 @@ def finished(answer: Any, timeout_s: float) -> Any:
     async def call() -> Any:
         return await answer
 
-    loop = event_loop()
-    future = asyncio.run_coroutine_threadsafe(call(), loop)
-    if is_late(future, timeout_s + 1):
+    future = asyncio.run_coroutine_threadsafe(call(), event_loop())
+    futures.wait([future], timeout_s + 1)
+    if not future.done():
         future.cancel()
-        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-        if is_late(turn, 1.0) and event_loop() is loop:  # the call blocks the loop
-            event_loop.cache_clear()  # later calls get another
         raise TimeoutError(LATE)
     return future.result()
 
@@ -162,11 +159,3 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
     threading.Thread(target=run, daemon=True).start()
     return loop
-
-
-def is_late(future: futures.Future[Any], timeout_s: float) -> bool:
-    """Wait for a future for at most `timeout_s` seconds; return whether it is still not done."""
-    deadline = running_seconds() + timeout_s
-    while not future.done() and (left := deadline - running_seconds()) > 0:
-        futures.wait([future], timeout=left)
-    return not future.done()

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..clock import running_seconds
 from .worker import frame, receive
 
 # Wall time is this factor times CPU time, and some more, because a busy machine must not make a
 # right program wrong.
 WALL_FACTOR, WALL_EXTRA_S = 3.0, 5.0
 PATIENCE_S = 20.0  # limit for a worker to start, and to end a program, on a busy machine
-PAUSE_S = 1.0  # pause of the job that may have cost a program its time
 
 # Asks a program's process to "exec" or "eval" a source. It gives [the value], which is None for
 # statements, or [] if the source raises or the value is not plain.
@@ -33,19 +31,8 @@ def run_tests(
     """Run code in a process of its own, then `setup`, then each test; return a verdict per test.
 
     A test is a statement, such as `assert f(2) == 5`. All of them together have `timeout_s` seconds
-    of CPU time, rounded up. After a pause of the job, they run again. Raises OSError if no process
-    can be started.
+    of CPU time, rounded up. Raises OSError if no process can be started.
     """
-    paused_before = time.monotonic() - running_seconds()  # only pauses change the difference
-    verdicts = run_once(code, tests, setup, timeout_s)
-    paused = time.monotonic() - running_seconds() - paused_before
-    if not all(verdicts) and paused > PAUSE_S:
-        return run_once(code, tests, setup, timeout_s)
-    return verdicts
-
-
-def run_once(code: str, tests: Sequence[str], setup: str, timeout_s: float) -> list[bool]:
-    """The verdicts of a single run, in which a pause of the job counts as time of the program."""
     expressions = [sides(test) for test in tests]
     expected = values_of([right for _, right in expressions], timeout_s)
     with running(timeout_s) as ask:

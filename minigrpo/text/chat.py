@@ -7,14 +7,10 @@ its own turn.
 
 import json
 import re
-import resource
-import subprocess
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import jinja2
@@ -32,13 +28,6 @@ INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
 OWN = {"messages", "tools", "add_generation_prompt"}  # variables that no setting changes
 PROBE = "qxzj"  # a word that marks a place in the text of a template
 TURN = [{"role": "user", "content": "A"}, {"role": "assistant", "content": PROBE}]
-# dialogues, with their tools, that try a template out
-PROBES: Sequence[tuple[Sequence[Message], Sequence[Tool]]] = (
-    (TURN, ()),
-    ([{"role": "system", "content": "B"}, *TURN, {"role": "user", "content": "C"}], ()),
-    (TURN[:1], [{"type": "function", "function": {"name": "f", "parameters": {}}}]),
-)
-MOST_CPU_S, MOST_BYTES = 3, 1 << 30  # limits for these dialogues
 # {% generation %} ... {% endgeneration %} marks the assistant's text and does not change it
 PLAIN_BLOCKS = {"generation": "if true", "endgeneration": "endif"}
 
@@ -158,41 +147,6 @@ class Chat:
         rest = text.partition(PROBE)[2].lstrip()
         found = [token for token in self.special if rest.startswith(token)]
         return max(found, key=len, default="")
-
-
-@cache
-def try_out(inputs: str) -> None:
-    """Raise ConfigError for a template that does not end, or grows without end.
-
-    A template is a program, and nothing can stop it in the process that renders it. So another
-    process tries it out before this one compiles it. `inputs` is JSON, see `render_probes`.
-    """
-    find = f"import sys; sys.path[:] = {sys.path}"
-    program = f"{find}; from {__name__} import render_probes; render_probes({MOST_CPU_S})"
-    ended = subprocess.run([sys.executable, "-c", program], input=inputs, text=True)
-    if ended.returncode != 0:
-        limits = f"{MOST_CPU_S} s or {MOST_BYTES >> 20} MiB"
-        raise ConfigError(f"it needs more than {limits} for a short dialogue: correct it")
-
-
-def render_probes(most_cpu_s: int) -> None:
-    """Render short dialogues with the source, tokens and args from standard input, within limits.
-
-    A signal ends this process after too much time, and an exit code says that memory ran out. The
-    process that needs the template raises any other error.
-    """
-    source, tokens, args = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
-    with suppress(ValueError):  # macOS refuses this limit
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    for messages, tools in PROBES:
-        try:
-            Chat(source, tokens=tokens, args=args).render(
-                messages, tools, add_generation_prompt=messages[-1]["role"] == "user"
-            )
-        except ConfigError as error:
-            if isinstance(error.__context__, MemoryError):
-                sys.exit(1)
 
 
 def extended(messages: Sequence[Message], text: str) -> list[Message]:

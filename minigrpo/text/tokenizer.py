@@ -23,7 +23,7 @@ from tokenizers import AddedToken
 from ..errors import refusing
 from ..hub import CONFIG, read_json, settings_folder
 from ..identity import digest
-from .chat import Chat, try_out
+from .chat import Chat
 from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
 
 TOKENIZER = "tokenizer.json"
@@ -155,8 +155,6 @@ def load_tokenizer(
         template = _chat_template(chat_template, settings, folder)
         if template:
             where = f"the chat template of {chat_template or name}"
-            with refusing(where):
-                try_out(json.dumps([template, named, {**chat_args}], default=str))
             chat = Chat(template, where, named, [*special], system, chat_args)
             turn_end = special.get(chat.turn_end, ends[0])
         elif system or chat_args:
