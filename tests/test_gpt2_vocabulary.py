@@ -1,9 +1,10 @@
 """GPT-2's tokenizer: the ids of tiktoken on every text, and what `--tokenizer gpt2` makes of it.
 
-The default suite trains a small vocabulary by tiktoken's own trainer. That of OpenAI is compared
-where a package that brings its two files is installed.
+The default suite trains a small vocabulary. That of OpenAI is compared where a package that brings
+its two files is installed.
 """
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -15,40 +16,62 @@ from unittest.mock import Mock
 import pytest
 import requests
 import tiktoken
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken import registry
-from tiktoken._educational import bpe_train
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
+from tokenizers import models, pre_tokenizers, trainers
 
+from minigrpo.text import gpt2_vocabulary
 from minigrpo.text.gpt2_vocabulary import END_OF_TEXT
 from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
 
 from . import tiny
 from .tiny import refused
 
-SPECIAL = {END_OF_TEXT: 400, "<|second|>": 401}
 PIECES = [
-    *("<|endoftext|>", "<|second|>", "<|", "the", " assistant", "It's", "we'LL'd", "1234", " 12"),
+    *("<|endoftext|>", "<|", "the", " assistant", "It's", "we'LL'd", "1234", " 12"),
     *("    ", "\n", "\r\n", "\t", " \u00a0\u2003", " \n ", "象棋", "é", "e\u0301", "½Ⅷ"),
     *("😀", "👩‍👩‍👧", "🏳️‍🌈", "\x00", "\ufffd", "\ufeff", "def f(x):\n\treturn x", "aaaa", "'s"),
 ]
 
 
 @cache
+def small_files() -> dict[str, bytes]:
+    """The two files of a vocabulary of 400 tokens, and one that ends a text."""
+    engine = tokenizers.Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    engine.train_from_iterator([tiny.PROSE], trainer)
+    merges = json.loads(engine.to_str())["model"]["merges"]
+    lines = ["#version: 0.2", *(f"{first} {second}" for first, second in merges), ""]
+    ids = {**engine.get_vocab(), END_OF_TEXT: 400}
+    return {"vocab.bpe": "\n".join(lines).encode(), "encoder.json": json.dumps(ids).encode()}
+
+
+def read_small(url: str, sha256: str | None = None) -> bytes:
+    return small_files()[url.rpartition("/")[2]]
+
+
+@cache
 def small_encoding() -> tiktoken.Encoding:
-    """A tiktoken.Encoding of 400 tokens and two control tokens."""
-    ranks = bpe_train(tiny.PROSE, 400, r50k_pat_str, visualise=None)
+    """The same vocabulary in tiktoken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiktoken.load.read_file_cached", read_small)
+        ranks = data_gym_to_mergeable_bpe_ranks("vocab.bpe", "encoder.json")
+    special = {END_OF_TEXT: 400}
     return tiktoken.Encoding(
-        "small", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=SPECIAL
+        "small", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
     )
 
 
 @cache
 def small_tokenizer() -> Tokenizer:
-    """`--tokenizer gpt2`, if tiktoken had the small vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+        patch.setattr(gpt2_vocabulary, "read_file_cached", read_small)
         return load_tokenizer("gpt2")
 
 
@@ -61,7 +84,7 @@ def test_a_text_has_the_ids_of_tiktoken(text: str) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: small_encoding())
+    monkeypatch.setattr(gpt2_vocabulary, "read_file_cached", read_small)
 
 
 @pytest.mark.usefixtures("small")
@@ -69,12 +92,11 @@ def test_it_has_all_that_a_tokenizer_has() -> None:
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.eot == tokenizer.turn_end == 400
     assert tokenizer.stops == {400}
-    assert tokenizer.special == SPECIAL
+    assert tokenizer.special == {END_OF_TEXT: 400}
     assert not tokenizer.prefix
-    special = "".join(SPECIAL)
-    assert tokenizer.encode(special, special=True) == [400, 401]
-    assert not {400, 401} & {*tokenizer.encode(special)}
-    assert tokenizer.decode([*tokenizer.encode("a"), 401, 400]) == "a<|second|>"
+    assert tokenizer.encode(END_OF_TEXT, special=True) == [400]
+    assert 400 not in tokenizer.encode(END_OF_TEXT)
+    assert tokenizer.decode([*tokenizer.encode("a"), 400]) == "a"
 
 
 @pytest.mark.usefixtures("small")
@@ -89,7 +111,7 @@ def test_what_is_saved_is_a_tokenizers_folder(tmp_path: Path, template: str | No
     assert again.source == tmp_path
     assert again.eot == 400
     assert again.stops == {400}
-    assert again.special == SPECIAL
+    assert again.special == tokenizer.special
     assert (again.chat and again.chat.source) == template
     text = "".join(PIECES)
     assert again.encode(text) == tokenizer.encode(text)
@@ -98,7 +120,6 @@ def test_what_is_saved_is_a_tokenizers_folder(tmp_path: Path, template: str | No
 def test_without_a_network_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(requests, "get", Mock(side_effect=requests.ConnectionError))
-    monkeypatch.delitem(registry.ENCODINGS, "gpt2", raising=False)
     assert "\n" not in refused(load_tokenizer, "gpt2")
 
 
