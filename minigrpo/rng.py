@@ -19,7 +19,12 @@ def stream(seed: int, name: str, *counters: int) -> np.random.Generator:
 
 
 def uniforms(
-    seed: int, name: str, step: int, rows: np.ndarray, num_samples: int, length: int
+    seed: int,
+    name: str,
+    step: int,
+    rows: np.ndarray,
+    num_samples: int,
+    length: int,
 ) -> np.ndarray:
     """`[P, G, S]` float32 in [0, 1), one number for every token that may be sampled.
 

@@ -38,7 +38,13 @@ SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INI
 class LoRALinear(Linear):
     """A frozen linear layer with an adapter."""
 
-    def __init__(self, base: Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        base: Linear,
+        rank: int,
+        alpha: float,
+        generator: torch.Generator,
+    ) -> None:
         """Take over the parameters of `base`. A is uniform in +-1 / sqrt(in), as in PEFT."""
         super().__init__(base.in_features, base.out_features, device="meta")  # takes no memory
         self.weight = base.weight
@@ -59,7 +65,11 @@ class LoRALinear(Linear):
 
 
 def add_adapters(
-    model: Transformer, rank: int, alpha: float = 0, targets: str = "", seed: int = 0
+    model: Transformer,
+    rank: int,
+    alpha: float = 0,
+    targets: str = "",
+    seed: int = 0,
 ) -> None:
     """Freeze a model and add adapters by --lora-rank etc., in place; with rank 0, do nothing."""
     if not rank:

@@ -100,7 +100,11 @@ def causal_mask(
 
 
 def make_mask(
-    last: Tensor, num_keys: int, window: int, queries_per_key: int, dtype: torch.dtype
+    last: Tensor,
+    num_keys: int,
+    window: int,
+    queries_per_key: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The mask `[C, 1, queries_per_key * T, L]` of L keys, up to each query's `last [C, T]`."""
     last = last.repeat(1, queries_per_key)[:, None, :, None]

@@ -59,7 +59,9 @@ def settled(scores: Scores, weight: float) -> Scores:
 
 
 def reward_table(
-    scores: Mapping[str, Scores], weights: Mapping[str, float], shape: tuple[int, int]
+    scores: Mapping[str, Scores],
+    weights: Mapping[str, float],
+    shape: tuple[int, int],
 ) -> RewardTable:
     """The table of scores, `[P, G]` each, with what failures cost. `weights` says what adds up.
 

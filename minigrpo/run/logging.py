@@ -91,7 +91,13 @@ class RunLog:
         self.charts: dict[str, Any] = {}  # TensorBoard and a tracker, by name
         self.evaluated: list[dict[str, float]] = []  # the lines of eval.jsonl
 
-    def open(self, folder: Path, step: int, base: Path, trackers: Mapping[str, Any]) -> None:
+    def open(
+        self,
+        folder: Path,
+        step: int,
+        base: Path,
+        trackers: Mapping[str, Any],
+    ) -> None:
         """Continue the logs of the run in `base`, in `folder`, without lines after `step`."""
         self.folder = folder
         for name in LOGS:
@@ -120,7 +126,13 @@ class RunLog:
         curves = {f"eval/{name}": value for name, value in values.items()}
         self._each_chart(lambda chart: chart.log(curves, step=step))
 
-    def write(self, name: str, step: int, records: Iterable[LogLine], mode: str = "a") -> None:
+    def write(
+        self,
+        name: str,
+        step: int,
+        records: Iterable[LogLine],
+        mode: str = "a",
+    ) -> None:
         """Write lines to a log, or warn that they are lost."""
         if self.folder is None:
             return

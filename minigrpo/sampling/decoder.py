@@ -145,7 +145,11 @@ class Decoder:
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
     def step(
-        self, tokens: Tensor, columns: Tensor, num_columns: int, last: Tensor | None = None
+        self,
+        tokens: Tensor,
+        columns: Tensor,
+        num_columns: int,
+        last: Tensor | None = None,
     ) -> Tensor:
         """Run W tokens of every slot, `[B, W]` -> `[B, W, V]`, the logits that follow them.
 

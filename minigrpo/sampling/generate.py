@@ -208,7 +208,13 @@ class Generation:
         self.rounds += 1
         self.tokens += tokens.numel()
 
-    def _accept(self, logits: Tensor, sequences: Tensor, slot: Tensor, proposals: Tensor) -> None:
+    def _accept(
+        self,
+        logits: Tensor,
+        sequences: Tensor,
+        slot: Tensor,
+        proposals: Tensor,
+    ) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
 
         A pick counts if the model was run on all picks before it, `proposals` `[B, W - 1]`.

@@ -44,7 +44,12 @@ class Gym(SourceTask):
     success = "correct"
 
     def __init__(
-        self, seed: int, name: str, extract: str = "tag", size: int = 2000, **settings: Any
+        self,
+        seed: int,
+        name: str,
+        extract: str = "tag",
+        size: int = 2000,
+        **settings: Any,
     ) -> None:
         if extract not in EXTRACTS:
             raise ConfigError(f"extract must be {' or '.join(EXTRACTS)}, got {extract}")

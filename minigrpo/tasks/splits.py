@@ -38,7 +38,13 @@ def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
 class Rows(Task):
     """The examples of files. An epoch visits every row once, in an order of its own."""
 
-    def __init__(self, seed: int, data: Files, eval_data: Files, parse: Parse = parse_pair) -> None:
+    def __init__(
+        self,
+        seed: int,
+        data: Files,
+        eval_data: Files,
+        parse: Parse = parse_pair,
+    ) -> None:
         """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
         self.seed = seed
         self.parse = parse

@@ -80,7 +80,10 @@ class Chat:
             )
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), args: Mapping[str, Any] = {}
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        args: Mapping[str, Any] = {},
     ) -> str:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
         has_instructions = any(message["role"] in INSTRUCTIONS for message in messages)
@@ -119,7 +122,10 @@ class Chat:
         return self.render(dialogue, args=args).partition(PROBE)[2]
 
     def _check(
-        self, messages: Sequence[Message], args: Mapping[str, Any], tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Message],
+        args: Mapping[str, Any],
+        tools: Sequence[Tool] = (),
     ) -> None:
         """Raise ConfigError for special tokens in a row, and for messages that are left out."""
         contents = {"message": messages, "tool": tools, "template variable": args}

@@ -121,7 +121,10 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    name: str, chat_template: str = "", system: str = "", chat_args: Mapping[str, Any] = {}
+    name: str,
+    chat_template: str = "",
+    system: str = "",
+    chat_args: Mapping[str, Any] = {},
 ) -> Tokenizer:
     """Read the tokenizer named by --tokenizer. Raises ConfigError.
 
@@ -207,7 +210,10 @@ def _chat_template(chat_template: str, settings: Mapping[str, Any], folder: Path
 
 
 def _special_tokens(
-    engine: tokenizers.Tokenizer, settings: Mapping[str, Any], named: set[str], ends: Sequence[int]
+    engine: tokenizers.Tokenizer,
+    settings: Mapping[str, Any],
+    named: set[str],
+    ends: Sequence[int],
 ) -> dict[str, int]:
     """Mark the named tokens and the ends of a text as special; return all special tokens.
 

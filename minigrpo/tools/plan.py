@@ -26,7 +26,12 @@ FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
 CARD_SPARE = 2**30  # bytes for CUDA's context, about half of it, and gaps between allocations
 
 
-def kept_by_block(shape: ModelShape, size: int, tokens: float, keys: float) -> float:
+def kept_by_block(
+    shape: ModelShape,
+    size: int,
+    tokens: float,
+    keys: float,
+) -> float:
     """Bytes that autograd keeps of a block, of `size` bytes per number in activations.
 
     Attention gathers `keys` for the tokens.
