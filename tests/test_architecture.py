@@ -123,14 +123,14 @@ def test_the_code_stays_within_its_budget() -> None:
     lengths = function_lengths(FILES)
     table = [
         # what, measured, limit
-        ("library: lines", lines(FILES), 13_710),
+        ("library: lines", lines(FILES), 13_200),
         ("library: files", len(FILES), 106),
-        ("library: tokens per code line", tokens_per_code_line(FILES), 9.5),
+        ("library: tokens per code line", tokens_per_code_line(FILES), 9.4),
         ("library: lines of the longest function", lengths[-1], 70),
         ("library: lines that 19 of 20 functions stay below", lengths[len(lengths) * 19 // 20], 32),
         ("library: settings", len(places()), 78),
         ("library: lines of a whole step", lines(step), 3_100),
-        ("tests: lines", lines(TESTS), 14_250),
+        ("tests: lines", lines(TESTS), 13_800),
         ("tests: tokens per code line", tokens_per_code_line(TESTS), 11.0),
         ("benchmarks: lines", lines(BENCHMARKS), 2_200),
         ("benchmarks: files", len(BENCHMARKS), 14),
