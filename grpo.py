@@ -23,7 +23,8 @@ This file leaves out what the library does elsewhere:
     DAPO, Dr. GRPO, GSPO, CISPO, RLOO        minigrpo/losses.py
     micro-batches, non-finite gradients      minigrpo/learner.py
     reward functions in a thread pool        minigrpo/rewards/
-    AMP, DDP, checkpoints, run folders       minigrpo/runtime/
+    AMP, DDP                                 minigrpo/runtime/
+    checkpoints, run folders                 minigrpo/checkpoint.py, minigrpo/run/
     other tasks, prompts from files          minigrpo/tasks/
 
 Shapes: P prompts, G completions per prompt, B = P * G rows, T columns, V tokens in the vocabulary.

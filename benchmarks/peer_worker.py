@@ -100,7 +100,7 @@ def held_out_reward(work: Work, config: Config, model: Transformer, number: int)
     """Mean reward of a group of samples for each of the first held-out prompts, in float32."""
     plain = config.replace(use_amp=False, lora_rank=0, base_dtype="float32")
     examples = [work.task.held_out(i) for i in range(number)]
-    batch = Step(plain, work, model=model).source.roll_out(examples, 0)
+    batch = Step(plain, work, model=model).batches.roll_out(examples, 0)
     assert batch.rewards is not None
     return float(batch.rewards.total.mean())
 

@@ -43,14 +43,14 @@ class Rewards(Outputs):
 
     def run(self, console: Console) -> dict[str, Any]:
         work = Work.of(WorkFlags(natural=True, group_size=GROUP))
-        source = Step(work.config, work).source
+        batches = Step(work.config, work).batches
         scorer = RewardScorer(work.task)
         rows = []
         for size in self.sizes:
             examples = [work.task.train(i) for i in range(size // GROUP)]
             texts = list[Sequence[Completion]]()
             for first in range(0, len(examples), 32):
-                texts += source.roll_out(examples[first : first + 32], 0).texts
+                texts += batches.roll_out(examples[first : first + 32], 0).texts
             expected = plain(examples, texts)
             for name, scores in scorer.score(examples, texts).scores.items():
                 assert np.allclose(scores.values, expected[name]), f"{name} differs"

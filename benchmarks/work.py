@@ -238,7 +238,7 @@ class Step:
         )
         frozen_models = FrozenModels(job, self.model, precision, Strict(), {})
         per_step = config.sampling.prompts_per_step
-        self.source = RolloutBatches(
+        self.batches = RolloutBatches(
             config,
             ExamplePrefetcher(job.task, per_step, dist.share(per_step)),
             self.sampler,
@@ -256,7 +256,7 @@ class Step:
         set_up_process(self.config.speed, self.device)  # another row may have changed it
         self.timer.take()
         start = time.perf_counter()
-        self.batch = self.source.batch(number)
+        self.batch = self.batches.batch(number)
         with self.timer.phase("update"):
             learnt = self.learner.learn(self.batch, number)
         seconds = time.perf_counter() - start

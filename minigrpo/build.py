@@ -9,7 +9,7 @@ from typing import Any
 from .config import Config
 from .given import Given
 from .guard import OOMBackoff
-from .identity import recognise
+from .identity import record_checksum
 from .model import lora
 from .model.frozen_model import FrozenModel
 from .model.source import ModelSource, fit_vocab
@@ -155,7 +155,7 @@ class FrozenModels:
             model = source.load(config.model.base_dtype, config.run.seed, self.console.say)
             fit_vocab(model, source.name, tokenizer)
             model = model.to(self.precision.device)
-            recognise(self.checksums, label, dict(model.named_parameters()))
+            record_checksum(self.checksums, label, dict(model.named_parameters()))
         if not shares_weights:
             model = low_precision_copy(config.speed, model.requires_grad_(False))
         size = config.memory.micro_batch_size

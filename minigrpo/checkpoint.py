@@ -83,8 +83,6 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
         raise ValueError("some values are not finite")
     target = folder / f"step_{state['step']:06d}"
     older = [path for path in checkpoints(folder) if step_of(path) < state["step"]]
-    if target.is_file():  # a file that is not ours
-        target.rename(target.with_name(f"not_{target.name}"))
     shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint
     try:
         write_atomically(target, lambda aside: write_state(aside, state))

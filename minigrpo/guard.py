@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .errors import RunFailed as RunFailed
 from .types import Warn
 
-BAD_STEPS_TO_HALVE = 3  # in a row; then halve the learning rate and train in float32
+BAD_STEPS_TO_HALVE = 3  # in a row; from then on half the learning rate, and float32
 BAD_STEPS_TO_STOP = 6
 SCALE_FLOOR = 1.0  # below it, the scaler would make gradients smaller than they are
 T = TypeVar("T")

@@ -41,7 +41,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return hashed.hexdigest()[:16]
 
 
-def recognise(known: dict[str, str], name: str, weights: Mapping[str, Tensor]) -> None:
+def record_checksum(known: dict[str, str], name: str, weights: Mapping[str, Tensor]) -> None:
     """Take the checksum of weights that are not in checkpoints: a resume loads them again.
 
     Raises ConfigError if other weights are known under this name, such as those of the start.

@@ -14,7 +14,7 @@ from . import losses
 from .config import Config
 from .guard import Diverged, OOMBackoff, largest_weight
 from .losses import LossNormalizer, LossSpec
-from .model.lora import load_trained, trained_state
+from .model.lora import load_trained_state, trained_state
 from .model.packing import Packing, pack
 from .model.transformer import Predictions, Transformer
 from .optimizer import grad_scaler, learning_rate_at, make_optimizer
@@ -252,7 +252,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         self.steps_done = state["step"]
-        load_trained(self.model, state["model"])
+        load_trained_state(self.model, state["model"])
         # a resume may change the flag, which decides on which device the step counts are
         fused = {"fused": self.config.speed.fused_optimizer}
         groups = [{**group, **fused} for group in state["optimizer"]["param_groups"]]

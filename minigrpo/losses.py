@@ -133,7 +133,7 @@ class LossSpec:
     estimator: str = "group_mean"
     scale: str = "group"
     needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
-    # False if a surrogate that is not from this file has no gradient where advantages are 0
+    # whether a surrogate that is not from this file has a gradient where advantages are 0
     learns_without_advantage: bool = True
 
     @property
@@ -172,7 +172,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 KL_IN_REWARD = "k1_reward"
 
-# How the ratio r = p_trainer / p_sampler is formed, and its lower bound: an r below the bound or
+# How the ratio r = p_old / p_sampler is formed, and its lower bound: an r below the bound or
 # above the cap becomes 0. Without a bound, r is clamped to the cap.
 SAMPLER_CORRECTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None]] = {
     "token-truncate": (token_ratio, None),

@@ -81,7 +81,7 @@ class RolloutBatches:
         # 3. Advantages.
         if self.config.loss.overlong == "mask":
             batch = replace(batch, loss_mask=batch.ended)
-        return replace(batch, advantages=self._advantages(batch, step))
+        return replace(batch, advantages=self._group_advantages(batch, step))
 
     def roll_out(self, examples: Sequence[Example], step: int) -> RolloutBatch:
         """Sample a group for each example, by the seed, the step and the weights; score it."""
@@ -118,7 +118,7 @@ class RolloutBatches:
             batch = RolloutBatch.join([batch, self.roll_out(others, step)]).select(rows)
         return replace(batch, metrics={**drawn, **batch.metrics})
 
-    def _advantages(self, batch: RolloutBatch, step: int) -> Tensor:
+    def _group_advantages(self, batch: RolloutBatch, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""
         settings = self.config.loss
         assert batch.rewards is not None

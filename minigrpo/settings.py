@@ -130,7 +130,7 @@ class ModelConfig(Group):
     """Storage of frozen weights: those under --lora-rank, of --reference, of rewards' models."""
 
     @property
-    def matrices(self) -> str:
+    def matrix_dtype(self) -> str:
         """How the matrices of --model are stored: without adapters they are trained, in float32."""
         return self.base_dtype if self.lora_rank else "float32"
 
@@ -186,7 +186,7 @@ class LossConfig(Group):
     sampler_correction: Literal[
         "none", "token-truncate", "token-mask", "icepop", "sequence-truncate", "sequence-mask"
     ] = "none"
-    """Weigh tokens by p_trainer / p_sampler; docs/performance.md has the ways."""
+    """Weigh tokens by p_old / p_sampler; docs/performance.md has the ways."""
     sampler_cap: PositiveFloat = 3.0
     """Largest ratio of --sampler-correction."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -194,7 +194,7 @@ class LossConfig(Group):
     teacher: Paths = ""
     """A model to distil, named as for --model, or self (the trained one), or initial."""
     teacher_coef: NonNegativeFloat = 1.0
-    """Weight of the KL to --teacher beside the rewards: log p_teacher - log p of each token."""
+    """Weight of log p_teacher - log p of each token, which is added to its advantage."""
     teacher_context: str = ""
     """A field of the rows whose text --teacher reads beside the prompt, such as a solution."""
     shuffle_rewards: bool = False

@@ -70,7 +70,8 @@ class Trainer:
         self.config = config = dist.on_main(lambda: resolve(config, given))
         self.device = pick_device(config.speed.device, dist.local_rank)
         set_up_process(config.speed, self.device)
-        # 1. The models, when users' files have been run.
+        # 1. The models, when users' files have been run. The reference and the teacher may be
+        #    copies of the model, so they are made before a checkpoint is loaded into it.
         job = Job.of(config, given)
         if has_trace(folder):  # an earlier process has hung in a reward
             job = replace(job, functions=in_worker_processes(job.functions, console.warn))
@@ -92,7 +93,7 @@ class Trainer:
         self.learner = Learner(config, self.model, loss, precision, dist, console.warn)
         self.sampler = make_sampler(job, self.model, precision, console.warn)
         self.timer = PhaseTimer(self.device)
-        self.source = self._batch_source()
+        self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.
         facts = {"tokenizer": job.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
         self.run_dir = RunDir(folder, config, dist, console, facts, job.task.questions, checksums)
@@ -101,7 +102,7 @@ class Trainer:
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
         self.stop_request = StopRequest(console.warn)
 
-    def _batch_source(self) -> SupervisedBatches | RolloutBatches:
+    def _make_batches(self) -> SupervisedBatches | RolloutBatches:
         prompts = self.config.sampling.prompts_per_step
         prefetcher = ExamplePrefetcher(self.job.task, prompts, self.dist.share(prompts))
         if self.config.supervised:
@@ -192,7 +193,7 @@ class Trainer:
         start = time.perf_counter()
         # environments are called from the start, rewards later
         self.scorer.begin_step(time.monotonic() if self.job.environments else math.inf)
-        batch = self.source.batch(step)
+        batch = self.batches.batch(step)
         self._refuse_cut_off()
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)

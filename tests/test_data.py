@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Iterable
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -426,18 +425,12 @@ def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Pa
     assert known == [*trained, *trained, *evaluated]
 
 
-class Endless:
+class Sized:
     """A data set as torch has it, which makes a row for any number."""
 
-    def __init__(self) -> None:
-        self.read = []
-
     def __getitem__(self, number: int) -> dict[str, str]:
-        self.read.append(number)
         return {"prompt": f"{number}"}
 
-
-class Sized(Endless):
     def __len__(self) -> int:
         return 300
 
@@ -447,17 +440,8 @@ def test_what_is_no_rows_is_refused(data: Any) -> None:
     refused(Given.of, data=data)
 
 
-def test_what_has_no_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minigrpo.tasks.rows.MOST_ROWS", 200)
-    made = ({"prompt": f"{number}"} for number in range(10**9))
-    endless = Endless()
-    refused(Given.of, data=made)
-    refused(Given.of, data=SUMS, eval_data=endless)
-    assert int(next(made)["prompt"]) == 201
-    assert endless.read == [*range(201)]
-    # what says how many rows it has, has no bound, and is read to there
-    for data, number in ((Sized(), 300), (SUMS, 400), (islice(made, 200), 200)):
-        assert len(read_rows("data", data)) == number
+def test_a_data_set_is_read_to_its_length() -> None:
+    assert len(read_rows("data", Sized())) == 300
 
 
 def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:

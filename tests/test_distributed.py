@@ -23,7 +23,7 @@ from minigrpo.checkpoint import newest
 from minigrpo.checks import digests as digests_of
 from minigrpo.given import Given
 from minigrpo.guard import RunFailed
-from minigrpo.identity import recognise
+from minigrpo.identity import record_checksum
 from minigrpo.rewards.functions import RewardFunction
 from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.run.logging import read_jsonl
@@ -199,7 +199,7 @@ def test_processes_with_other_contents_have_other_digests(tmp_path: Path) -> Non
         job = Job.of(config, Given.of(data=rows, rewards=[reward]))
         scorer = RewardScorer(job.task, functions=job.functions)
         checksums: dict[str, str] = {}
-        recognise(checksums, "--teacher a", {"w": torch.full((3, 4), weight)})
+        record_checksum(checksums, "--teacher a", {"w": torch.full((3, 4), weight)})
         file.write_text(text)
         userfiles._read.clear()  # as another process has not read it yet
         load_file(file)

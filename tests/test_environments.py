@@ -968,14 +968,14 @@ def test_what_ends_a_batch_closes_its_environments(folder: Path, tmp_path: Path)
     """A batch that is halved for want of memory has the tokens and rewards of a whole one."""
     run = trained(folder, tmp_path, environment=Held, max_steps=1).trainer
     examples = [run.job.task.train(i) for i in range(4)]
-    whole = run.source.roll_out(examples, 5)
+    whole = run.batches.roll_out(examples, 5)
     dialogues = run.sampler.dialogues
     replies = dialogues.replies
 
     Held.made.clear()
     effects = chain(repeat(DEFAULT, 20), [torch.OutOfMemoryError], repeat(DEFAULT))
     dialogues.replies = Mock(wraps=replies, side_effect=effects)
-    halved = run.source.roll_out(examples, 5)
+    halved = run.batches.roll_out(examples, 5)
     assert dialogues.replies.call_count > 21
     assert {environment.asked.count("close") for environment in Held.made} == {1}
     assert whole.texts == halved.texts
@@ -986,7 +986,7 @@ def test_what_ends_a_batch_closes_its_environments(folder: Path, tmp_path: Path)
     effects = chain(repeat(DEFAULT, 20), [KeyboardInterrupt])
     dialogues.replies = Mock(wraps=replies, side_effect=effects)
     with pytest.raises(KeyboardInterrupt):
-        run.source.roll_out(examples, 5)
+        run.batches.roll_out(examples, 5)
     assert {environment.asked.count("close") for environment in Held.made} == {1}
 
 
@@ -1072,7 +1072,7 @@ def test_a_prompt_that_cannot_be_made_ends_the_run_which_can_go_on(
 def test_turns_and_tokens_are_limited(folder: Path, tmp_path: Path) -> None:
     run = trained(folder, tmp_path, max_steps=1, max_turns=1, overlong="mask")
     assert run.metrics["dialogues/turns"] == [1.0]
-    batch = run.trainer.source.batch(1)
+    batch = run.trainer.batches.batch(1)
     cut = torch.tensor([[text.cut for text in group] for group in batch.texts])
     has_ended = batch.completions.ended  # its last turn
     assert (has_ended & cut).any()

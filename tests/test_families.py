@@ -504,7 +504,7 @@ def test_of_a_repository_of_adapters_nothing_else_is_fetched(
     adapters = {"base_model_name_or_path": str(write(tmp_path / "base"))}
     (folder / hf.ADAPTER_CONFIG).write_text(json.dumps(adapters))
     asked.clear()
-    ModelSource.of("org/model").fetch()
+    ModelSource.of("org/model").fetch_weights()
     assert [call["allow_patterns"] for call in asked][1:] == [hf.ADAPTER_FILE]
     adapters = {"base_model_name_or_path": "org/base", "revision": "b"}
     (folder / hf.ADAPTER_CONFIG).write_text(json.dumps(adapters))

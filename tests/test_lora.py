@@ -124,7 +124,7 @@ def test_frozen_weights_in_bfloat16_keep_memory_and_pass_gradients(model: Transf
     rounded = copy.deepcopy(model)
     for ours, other in zip(model.parameters(), rounded.parameters(), strict=True):
         if not ours.requires_grad and ours.dim() >= 2:
-            ours.data = ours.data.bfloat16()  # as from_pretrained(matrices=) stores them
+            ours.data = ours.data.bfloat16()  # as `store` does
             other.data = other.data.bfloat16().float()
     completions = make_completions(1)
     expected = gradient(rounded, completions)

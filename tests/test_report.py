@@ -60,7 +60,8 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     said = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": "42 degrees"}]
     odd = sample(10, HOSTILE, prompt=HOSTILE, truth=HOSTILE, parts={HOSTILE: 1}, dialogue=said)
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
-    metric = f"rewards/{HOSTILE.replace(chr(0xD800), '')}/mean"
+    printable = "".join(filter(str.isprintable, HOSTILE))
+    metric = f"rewards/{printable}/mean"
     write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})

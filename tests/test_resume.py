@@ -316,7 +316,7 @@ def test_an_error_ends_the_run_with_whole_steps_saved(
 ) -> None:
     """Between two updates of one step the weights belong to no step: nothing is saved."""
     run = make(tmp_path / "run", save_every=100)
-    owner = run.source if where == "batch" else learner
+    owner = run.batches if where == "batch" else learner
     effects = [*[DEFAULT] * 3, error]
     monkeypatch.setattr(owner, where, Mock(wraps=getattr(owner, where), side_effect=effects))
     with pytest.raises(TypeError if isinstance(error, TypeError) else RunFailed):

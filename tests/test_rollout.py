@@ -30,7 +30,7 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     batches = {}
     for overlong in ("keep", "mask", "punish"):
         trainer = make_trainer(tmp_path / overlong, overlong=overlong, scale="none", kl_coef=0.0)
-        batches[overlong] = trainer.source.batch(0)
+        batches[overlong] = trainer.batches.batch(0)
     keep, mask, punish = batches.values()
     assert keep.texts == mask.texts == punish.texts
     completions = keep.completions
@@ -70,7 +70,7 @@ def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -
 
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     repeated = Packing.of(pack(batch.completions, "repeated"))
     for temperature, same in ((0.6, True), (1.0, False)):
         expected, _ = trainer.reference.model(repeated, temperature)
@@ -81,7 +81,7 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
     options = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
     trainer = make_trainer(tmp_path / "run", **options)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     completions = batch.completions
     mask = completions.completion_mask
     logp, _ = trainer.learner.forward(replace(batch, packed=pack(completions)))
@@ -117,7 +117,7 @@ def test_the_same_prompts_are_sampled_anew_in_each_step_and_with_each_seed(tmp_p
     examples = [trainers[0].job.task.train(i) for i in range(3)]
 
     def texts(number: int, step: int) -> Any:
-        return trainers[number].source.roll_out(examples, step).texts
+        return trainers[number].batches.roll_out(examples, step).texts
 
     first = texts(0, 0)
     assert texts(0, 0) == first
@@ -129,7 +129,7 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     """All of them cut off: the step happens, and changes no weight."""
     options = {"overlong": "mask", "max_new_tokens": 2, "warmup_steps": 0, "loss": loss}
     trainer = make_trainer(tmp_path / "run", **options)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     batch.loss_mask[:] = False
     before = trainer.model.wte.weight.clone()
     metrics = trainer.learner.learn(batch, 0)
@@ -138,7 +138,7 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
 
 
 def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = make_trainer(tmp_path / "plain").source.batch(0)
+    plain = make_trainer(tmp_path / "plain").batches.batch(0)
     trainer = make_trainer(tmp_path / "resampled", dynamic_sampling=2)
     asked = []
     score = trainer.scorer.score
@@ -152,7 +152,7 @@ def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.Mon
         return table
 
     monkeypatch.setattr(trainer.scorer, "score", doctored)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
     assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8
     for p in (0, 2, 4, 5):
@@ -189,7 +189,7 @@ def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) 
         reward_weights=reward_weights,
         aggregate="normalize-then-sum",
         overlong="punish",
-    ).source.batch(0)
+    ).batches.batch(0)
     total = decoupled(batch.rewards.scores, reward_weights)
     total += overlong_punishment(batch.completions.completion_len, 12)
     expected = advantages(total, scale="batch")

@@ -565,7 +565,7 @@ def test_other_facts_are_refused_and_other_files_are_warned_of(tmp_path: Path) -
 
 
 def test_a_model_with_other_weights_is_refused_also_if_it_is_asked_later(tmp_path: Path) -> None:
-    """`checksums`: by `recognise`; a reward asks for its models when it is first called."""
+    """`checksums`: by `record_checksum`; a reward asks for its models when it is first called."""
     run = Run(tmp_path / "run").start(checksums={"--model base": "a"})
     run.run_dir.checksums["judge"] = "b"
     run.train().save().die()

@@ -29,7 +29,7 @@ def make_run(folder: Path, name: str = "run", **changes: Any) -> Trainer:
 def test_the_model_itself_teaches_nothing_without_context(tmp_path: Path, teacher: str) -> None:
     run = make_run(tmp_path, teacher=teacher, **ALONE, num_iterations=2, warmup_steps=0)
     run.teacher.model.load_state_dict(run.model.state_dict())  # `make_trainer` changed it
-    batch, _ = run.learner.prepare(run.source.batch(0))
+    batch, _ = run.learner.prepare(run.batches.batch(0))
     assert batch.teacher_logp is not None
     assert_close(batch.teacher_logp, batch.old_logp, rtol=0, atol=1e-12)
     metrics = run.one_step()
@@ -37,7 +37,7 @@ def test_the_model_itself_teaches_nothing_without_context(tmp_path: Path, teache
     assert metrics["teacher_kl"] == pytest.approx(0, abs=1e-12)
     with torch.no_grad():
         run.model.wte.weight.mul_(1.5)
-    batch, _ = run.learner.prepare(run.source.batch(1))
+    batch, _ = run.learner.prepare(run.batches.batch(1))
     assert torch.allclose(batch.teacher_logp, batch.old_logp) == (teacher == "self")
 
 
@@ -51,7 +51,7 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
     if chat:
         options["model"] = str(tiny_chat_model(tmp_path / "chat"))
     run = make_run(tmp_path, teacher="self", temperature=0.8, **options)
-    batch = run.source.batch(0)
+    batch = run.batches.batch(0)
     prepared, _ = run.learner.prepare(batch)
     prompts = []
     for example in batch.examples:

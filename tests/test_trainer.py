@@ -65,7 +65,7 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     trainer = make(tmp_path / "run", kl="k1_reward", kl_coef=0.5, scale="none")
     with torch.no_grad():
         trainer.reference.model.wte.weight.mul_(1.5)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     log_ratio = (batch.completions.sampler_logp - batch.reference_logp).sum(-1)
     penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
     assert log_ratio.abs().min() > 0
@@ -73,7 +73,7 @@ def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) ->
     assert_close(batch.advantages, centred.float())
     with torch.no_grad():  # a KL that is not finite must reach the guard, which skips the step
         trainer.reference.model.wte.weight.fill_(torch.nan)
-    batch = trainer.source.batch(0)
+    batch = trainer.batches.batch(0)
     assert batch.advantages.isnan().all()
     trainer.learner.learn(batch, 0)
     assert trainer.learner.guard.skipped == 1

@@ -169,7 +169,7 @@ def to_state(
     state: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = stored.removeprefix(shape.family_row.prefix)
-        state[ours.get(name, name)] = converted(shape, name, tensor, 1)
+        state[ours.get(name, name)] = converted(shape, name, tensor)
     head = state.get("lm_head.weight")
     embedding = state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
@@ -177,10 +177,10 @@ def to_state(
     return state
 
 
-def converted(shape: ModelShape, name: str, tensor: Tensor, one: int) -> Tensor:
-    """A tensor of a file as a parameter, or with `one` = -1 the other way round."""
+def converted(shape: ModelShape, name: str, tensor: Tensor, to_file: bool = False) -> Tensor:
+    """A tensor of a file as a parameter, or with `to_file` the other way round."""
     if shape.family_row.norms_add_one and tensor.dim() == 1:
-        return tensor.float() + one
+        return tensor.float() + (-1 if to_file else 1)
     return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 

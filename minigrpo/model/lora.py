@@ -140,7 +140,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def load_trained(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a `trained_state`. Raises RuntimeError with the names of tensors that do not fit."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     model.load_state_dict({**frozen, **state})
@@ -184,7 +184,7 @@ def load_peft(model: Transformer, folder: Path) -> None:
     ours = {peft_name(model.shape, name): name for name in trained_state(model)}
     state = {ours.get(stored, stored): tensor for stored, tensor in tensors.items()}
     with refusing(f"{folder}: the adapters are for another model, or are not supported"):
-        load_trained(model, state)
+        load_trained_state(model, state)
 
 
 def attach_peft(model: Transformer, folder: Path) -> None:

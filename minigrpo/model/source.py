@@ -1,4 +1,4 @@
-"""What --model, --reference, --teacher and rewards name: looked up once, and read when it is used.
+"""What --model, --reference, --teacher and rewards name: a model, whose weights are read on use.
 
     shipped           the model that ships for the task
     scratch           random weights, for any tokenizer
@@ -20,7 +20,7 @@ from typing import Any
 from ..checkpoint import CHECKPOINTS, checkpoints, load_checkpoint, newest
 from ..errors import ConfigError, refusing
 from ..hub import CONFIG, fetch, read_json, settings_folder
-from ..identity import recognise
+from ..identity import record_checksum
 from ..rng import stream
 from ..settings import FROM_PYTHON, INITIAL, SCRATCH, SHIPPED, TASKS, ModelConfig, Settings
 from ..text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ class RunRecord:
     """What the config.toml of a run says."""
 
     settings: Settings
-    versions: dict[str, Any]  # of software, and digests of files and weights: see `recognise`
+    versions: dict[str, Any]  # of software, and digests of files and weights: see `record_checksum`
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord | None":
@@ -142,19 +142,19 @@ class ModelSource:
         settings = self.tokenizer_settings
         return load_tokenizer(settings.pop("tokenizer"), **settings)
 
-    def load(self, matrices: str, seed: int, say: Warn) -> Transformer:
-        """The model on the CPU, with adapters merged; `Weights.store` explains `matrices`."""
+    def load(self, matrix_dtype: str, seed: int, say: Warn) -> Transformer:
+        """The model on the CPU, with adapters merged; `Weights.store` explains `matrix_dtype`."""
         if self.is_run:
             model = self.load_trained(say)
         elif self.base:
             model = self.base.load("float32", seed, say)
-            lora.attach_peft(model, self.fetch())
+            lora.attach_peft(model, self.fetch_weights())
             say(f"{self.name}: its adapters are merged into {self.base.name}")
         else:
             if self.folder and self.is_random:
                 say(f"--model {self.name}: random weights, of the shape in its config.json")
-            return Transformer.from_pretrained(self.fetch(), matrices, seed=seed)
-        lora.merge_adapters(model).store(matrices)
+            return Transformer.from_pretrained(self.fetch_weights(), matrix_dtype, seed=seed)
+        lora.merge_adapters(model).store(matrix_dtype)
         return model
 
     def load_trained(self, say: Warn) -> Transformer:
@@ -171,7 +171,7 @@ class ModelSource:
             if state is None:
                 lora.load_peft(model, folder)
             else:
-                lora.load_trained(model, state["model"])
+                lora.load_trained_state(model, state["model"])
         elif state is None:
             model = Transformer.from_pretrained(folder / hf.WEIGHTS)
         else:
@@ -181,7 +181,7 @@ class ModelSource:
 
     def start(
         self,
-        run: Settings,
+        config: Settings,
         tokenizer: Tokenizer,
         say: Warn,
         checksums: dict[str, str],
@@ -191,8 +191,8 @@ class ModelSource:
 
         `checksums` gets one for the weights that a resume loads again. `given` is the user's model.
         """
-        settings = run.model
-        seed = run.run.seed
+        settings = config.model
+        seed = config.run.seed
         label = f"--model {self.name}"
         under = self.under_adapters(settings)
         # 1. The weights, without adapters.
@@ -201,11 +201,11 @@ class ModelSource:
             if settings.lora_rank:
                 lora.merge_adapters(model)
             if not lora.adapters(model):
-                model.store(settings.matrices)
+                model.store(settings.matrix_dtype)
         elif self.name == SCRATCH:
             model = Transformer(ModelShape(tokenizer.n_vocab), seed)
         else:
-            model = under.load(settings.matrices, seed, say)
+            model = under.load(settings.matrix_dtype, seed, say)
         fit_vocab(model, label, tokenizer)
         # 2. The adapters.
         if under is self:
@@ -214,18 +214,18 @@ class ModelSource:
                 model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, drawn
             )
         else:
-            lora.attach_peft(model, self.fetch())
+            lora.attach_peft(model, self.fetch_weights())
             say(f"{label}: its adapters are trained on")
         # 3. A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model
         # is a copy of the start, all of it. Random numbers may differ in their last bits.
-        copies_start = INITIAL in (run.loss.teacher, run.loss.reference_model)
+        copies_start = INITIAL in (config.loss.teacher, config.loss.reference_model)
         parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
             if copies_start or not parameter.requires_grad
         }
         if parameters and self.name != SCRATCH:
-            recognise(checksums, label, parameters)
+            record_checksum(checksums, label, parameters)
         return model
 
     def under_adapters(self, settings: ModelConfig) -> "ModelSource":
@@ -244,7 +244,7 @@ class ModelSource:
         )
         return self.base if is_theirs else self
 
-    def fetch(self) -> Path:
+    def fetch_weights(self) -> Path:
         """The folder or file with its weights, which are fetched if it is on the Hub."""
         path = self.path
         if self.commit is None:

@@ -57,7 +57,9 @@ class Weights(nn.Module):
         self.wpe.weight.copy_(math.sqrt(2) * std * sinusoids)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, matrices: str = "float32", *, seed: int = 0) -> Self:
+    def from_pretrained(
+        cls, path: str | Path, matrix_dtype: str = "float32", *, seed: int = 0
+    ) -> Self:
         """Read a model from a folder of Hugging Face's or a safetensors file, and `store` it.
 
         A config.json alone gives random weights from `seed`. Raises ConfigError for tensors that
@@ -69,20 +71,20 @@ class Weights(nn.Module):
             if tensors is not None:
                 state = hf.to_state(shape, model.state_dict().keys(), tensors)
                 model.load_state_dict(state, assign=True)
-        model.store(matrices)
+        model.store(matrix_dtype)
         return model
 
     def sharing_weights(self) -> Self:
         """A copy of the modules that shares their parameters."""
         return copy.deepcopy(self, {id(parameter): parameter for parameter in self.parameters()})
 
-    def store(self, matrices: str) -> None:
+    def store(self, matrix_dtype: str) -> None:
         """Copy the weights one by one: matrices in float32, bfloat16 or nf4, vectors in float32.
 
         With nf4 the linear layers of blocks are frozen, and the other matrices are bfloat16.
         """
         for name, parameter in self.named_parameters():
-            precision = matrices if parameter.dim() == 2 else "float32"
+            precision = matrix_dtype if parameter.dim() == 2 else "float32"
             if precision == "nf4" and name.startswith("h."):
                 parameter.data = to_nf4(parameter.requires_grad_(False))
             else:
@@ -101,7 +103,7 @@ class Weights(nn.Module):
         shape = self.shape
         tensors = {}
         for name, tensor in self.state_dict().items():  # the inverse of `hf.to_state`
-            tensors[hf.stored_name(shape, name)] = hf.converted(shape, name, tensor, -1)
+            tensors[hf.stored_name(shape, name)] = hf.converted(shape, name, tensor, to_file=True)
         if header is None:
             header = {hf.SHAPE: json.dumps(asdict(shape))}
         hf.write_tensors(tensors, Path(path), header)

@@ -79,7 +79,7 @@ class RunDir:
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
     questions: Questions
-    checksums: dict[str, str]  # see `recognise`; a reward adds those of its models later
+    checksums: dict[str, str]  # see `record_checksum`; a reward adds those of its models later
 
     def __post_init__(self) -> None:
         self.checkpoints = self.path / CHECKPOINTS

@@ -17,7 +17,6 @@ from ..identity import digest
 from ..text.chat import INSTRUCTIONS
 from ..types import ConfigError, Example
 
-MOST_ROWS = 1_000_000  # read from an iterable without a length
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question; the first one in a row counts
 ANSWERS = ("answer", "completion", "solution")  # keys of an answer, likewise
 # keys of a message that chat templates write, besides the calls of tools
@@ -65,9 +64,6 @@ def read_rows(setting: str, data: Any) -> list[Record]:
     for row in islice(iterator, length):
         if not isinstance(row, Mapping):
             raise refusal
-        if length is None and len(records) == MOST_ROWS:
-            advice = "if it has an end, pass a list; else use itertools.islice(rows, 10_000)"
-            raise ConfigError(f"{setting}: has over {MOST_ROWS:,} rows; {advice}")
         records.append(dict(row))
     return records
 
