@@ -145,6 +145,9 @@ def test_names_weights_and_timeouts_that_cannot_be_are_refused() -> None:
     task = Lengths()
     task.success = "lenght"  # the headline would be another measure, under this name
     refused(RewardScorer, task)
+    refused(reward, lambda examples, texts: [], batched=True, grouped=True)
+    both = [reward(lambda example, text: 1.0, name=name, success=True) for name in ("f", "g")]
+    refused(RewardScorer, Lengths(), functions=both)  # one of them would say nothing
 
 
 def test_each_function_has_a_name_of_its_own() -> None:

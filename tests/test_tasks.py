@@ -84,7 +84,7 @@ def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(n
     | st.text()
     | st.sampled_from(["+" * 1000, "8/8/8/8/8/8/8/8 b KQkq e3 0 1+١.001+0+0"])
 )
-def test_any_text_has_a_score_for_every_part(name: str, text: str) -> None:
+def test_any_text_has_a_score_for_every_reward(name: str, text: str) -> None:
     task = load_task(name, seed=0)
     for chat in (False, True):
         example = load_task(name, seed=0, chat=chat).train(5)

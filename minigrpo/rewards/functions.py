@@ -17,7 +17,7 @@ from ..userfiles import load_file, name_of
 from .scores import as_scores
 
 # what a worker process can call
-HAS_PLACE = "a function at the top of a file of its own, not async"
+IMPORTABLE = "a function at the top of a file of its own, not async"
 # names in place of those that a function cannot have: `reward` is the weighted sum
 OTHER_NAMES = {"<lambda>": "function", REWARD: "reward_function"}
 
@@ -42,8 +42,10 @@ class RewardFunction:
         object.__setattr__(self, "name", OTHER_NAMES.get(name, name))
         with refusing(f"reward {self.name}"):
             seconds(self.timeout_s)
-            if self.process and not self.has_place:
-                raise ConfigError(f"process=True needs {HAS_PLACE}")
+            if self.process and not self.is_importable:
+                raise ConfigError(f"process=True needs {IMPORTABLE}")
+            if self.batched + self.grouped + self.tokens > 1:
+                raise ConfigError("give one of batched, grouped and tokens")
         arguments = ["batch"] if self.tokens else ["example", "text"]
         signature = inspect.signature(self.function)
         with refusing(f"reward {self.name}: must take ({', '.join(arguments)})"):
@@ -60,7 +62,7 @@ class RewardFunction:
         return any(map(inspect.iscoroutinefunction, (self.function, cls.__call__)))
 
     @property
-    def has_place(self) -> bool:
+    def is_importable(self) -> bool:
         """Whether a worker process can import the function, and call it without an event loop."""
         function = self.function
         if not inspect.isfunction(function) or self.is_async:
@@ -73,7 +75,7 @@ class RewardFunction:
         return WorkerProcesses(self.function.__module__, self.function.__qualname__)
 
     def scores(self, examples: Sequence[Example], texts: Sequence[str]) -> Scores:
-        """Call the function once for any texts, for a group, or for one text: `[n]` scores."""
+        """Call a function of texts once for any texts, for a group, or for one: `[n]` scores."""
         timeout_s = self.timeout_s * len(texts)
         takes_several = self.batched or self.grouped
         example = examples if self.batched else examples[0]
@@ -142,13 +144,13 @@ def in_worker_processes(functions: Sequence[RewardFunction], warn: Warn) -> list
 
     There a call that hangs fails alone. A warning names the functions that cannot be called so.
     """
-    staying = [function.name for function in functions if not function.has_place]
-    others = f", but for {', '.join(staying)}: each must be {HAS_PLACE}" if staying else ""
+    staying = [function.name for function in functions if not function.is_importable]
+    others = f", but for {', '.join(staying)}: each must be {IMPORTABLE}" if staying else ""
     warn(
         f"a call held Python's lock and ended this run: mend the line that {TRACE} shows, and "
         f"delete the file; until then rewards are called in worker processes{others}"
     )
-    return [replace(function, process=function.has_place) for function in functions]
+    return [replace(function, process=function.is_importable) for function in functions]
 
 
 def similarity(text: str, other: str) -> float:

@@ -82,6 +82,8 @@ class RewardScorer:
         self.weights = self.weights or {**task.reward_weights, **self.environments, **own_weights}
         self.text_rewards = [name for name in task.reward_weights if name not in task.token_rewards]
         successes = [function.name for function in self.functions if function.success]
+        if len(successes) > 1:
+            raise ConfigError(f"only one reward can say what is right: {' or '.join(successes)}")
         self.success = successes[0] if successes else task.success
 
         advice = "give it another name, as with @minigrpo.reward(name=...)"
