@@ -144,7 +144,7 @@ def reward_function(
     """Our rewards as a reward function of TRL; it puts what a step of ours logs into `metrics`."""
     precision = Precision(config.speed, work.device, NonFiniteGuard())
     job = work.with_flags(config)
-    frozen_models = FrozenModels(job, work.model, precision, Strict(), {})
+    frozen_models = FrozenModels(job, work.model, precision, Strict(), {}, config.model.name)
     scorer = make_scorer(job, frozen_models, Strict().warn)
     group = config.sampling.group_size
 

@@ -236,7 +236,7 @@ class Step:
             speculate=job.task.speculate,
             dialogues=dialogues,
         )
-        frozen_models = FrozenModels(job, self.model, precision, Strict(), {})
+        frozen_models = FrozenModels(job, self.model, precision, Strict(), {}, config.model.name)
         per_step = config.sampling.prompts_per_step
         self.batches = RolloutBatches(
             config,

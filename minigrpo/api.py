@@ -40,8 +40,6 @@ def train(
 ) -> "TrainedRun":
     """Train a model, as `minigrpo train` does; a flag is an argument: `max_steps=200`.
 
-        run = minigrpo.train(model="Qwen/Qwen2.5-0.5B-Instruct", data=rows, rewards=brevity)
-
     Args:
         model: a name as for --model, or a `Transformer`, which is trained in place.
         data, eval_data: files, or rows: anything that yields mappings (docs/tasks.md).
@@ -89,7 +87,6 @@ class TrainedRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, absolute."""
         return self.trainer.run_dir.path
 
     @property

@@ -110,19 +110,20 @@ class Job:
 
 @dataclass(frozen=True)
 class FrozenModels:
-    """Makes the models of a run that are not trained: the reference, the teacher, of rewards."""
+    """Makes the models of a run that are not trained: reference, teacher, those of rewards."""
 
     job: Job
     policy: Transformer
     precision: Precision
     console: Console
     checksums: dict[str, str]  # gets one for each model that a resume loads again
+    initial: str  # the name of the model that the run began with
 
     def of_flag(self, flag: str, name: str | None) -> FrozenModel | None:
         """The model of --reference or --teacher, which reads the policy's tokens, if there is one.
 
-        SELF is the policy, as it is when it is asked; INITIAL is a copy of it as it is now, which
-        must be before a checkpoint is loaded.
+        SELF is the policy, as it is when it is asked; INITIAL is a copy of it as it is now: call
+        this before a checkpoint is loaded.
         """
         if not name:
             return None
@@ -133,14 +134,14 @@ class FrozenModels:
 
         INITIAL is loaded anew: the policy has changed, or a resume has loaded its checkpoint.
         """
-        named = self.job.config.model.name if name == INITIAL else name
+        named = self.initial if name == INITIAL else name
         return self._named(name, named, has_own_tokenizer=True)
 
     def _named(self, label: str, name: str, has_own_tokenizer: bool) -> FrozenModel:
         config = self.job.config
         model = self.policy
         tokenizer = self.job.tokenizer
-        # with --lora-rank, a copy of the policy has adapters of its own alone
+        # with --lora-rank, a copy of the policy copies the adapters and shares all other weights
         shares_weights = name == SELF or (name == INITIAL and config.model.lora_rank > 0)
         if name == INITIAL:
             model = model.sharing_weights() if shares_weights else copy.deepcopy(model)

@@ -74,10 +74,7 @@ def _warn_of_examples(
 
 
 def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dict[str, str]:
-    """What all processes of a run must have alike.
-
-    Of users' code they compare the text: what a file computes, such as a rank, may differ.
-    """
+    """What all processes of a run must have alike; of users' code the files, not their results."""
     task = job.task
     examples = [*map(task.train, range(CHECKED)), *map(task.known, range(task.num_known))]
     return {

@@ -26,7 +26,7 @@ Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP = "sampling/logp_difference_mean"
 LARGEST_GAP = "sampling/logp_difference_max"
 TOKENS = "tokens"  # the number of tokens in the loss, by which the sums of PER_TOKEN are divided
-# These are means over the tokens with a gradient: zero-variance groups are left out.
+# These are means over the tokens with a gradient, without zero-variance groups, which `kl` counts.
 PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
 
 
@@ -202,7 +202,7 @@ class Learner:
                 mask,
             ),
             entropy=entropy if self.learns_entropy else None,
-            added=-settings.entropy_coef * entropy if self.learns_entropy else None,
+            added=-settings.entropy_coef * entropy if settings.entropy_coef else None,
         )
 
         # 3. Metrics.

@@ -85,7 +85,7 @@ Term = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 
 def clipped(x: LossInputs) -> Term:
-    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347). A cap bounds the first r too (2505.07291)."""
+    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347). `cap` bounds the first r (2505.07291)."""
     ratio = x.ratio
     adv = x.advantages
     low, high = 1 - x.clip.low, 1 + x.clip.high

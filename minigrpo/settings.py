@@ -127,7 +127,7 @@ class ModelConfig(Group):
     lora_targets: str = ""
     """Layers with adapters, such as q_proj,v_proj; empty means all linear layers in the blocks."""
     base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
-    """Storage of frozen weights: those under --lora-rank, of --reference, of rewards' models."""
+    """Storage of frozen weights: under --lora-rank, of --reference, --teacher, rewards' models."""
 
     @property
     def matrix_dtype(self) -> str:
@@ -259,7 +259,7 @@ class MemoryConfig(Group):
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass instead of keeping its activations."""
     offload_reference: bool = False
-    """Keep the reference of --kl-coef and the rewards' models in host memory between steps."""
+    """Keep the reference, the teacher and rewards' models in host memory between uses."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps."""
 

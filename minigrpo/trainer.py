@@ -70,8 +70,7 @@ class Trainer:
         self.config = config = dist.on_main(lambda: resolve(config, given))
         self.device = pick_device(config.speed.device, dist.local_rank)
         set_up_process(config.speed, self.device)
-        # 1. The models, when users' files have been run. The reference and the teacher may be
-        #    copies of the model, so they are made before a checkpoint is loaded into it.
+        # 1. The models. Frozen ones may be copies: they are made before a checkpoint is loaded.
         job = Job.of(config, given)
         if has_trace(folder):  # an earlier process has hung in a reward
             job = replace(job, functions=in_worker_processes(job.functions, console.warn))
@@ -82,11 +81,11 @@ class Trainer:
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)
         precision = Precision(config.speed, self.device, NonFiniteGuard())
-        frozen_models = FrozenModels(job, self.model, precision, console, checksums)
-        self.scorer = make_scorer(job, frozen_models, console.warn)
+        frozen = FrozenModels(job, self.model, precision, console, checksums, config.model.name)
+        self.scorer = make_scorer(job, frozen, console.warn)
         check_examples(job, given, self.model.shape.context, console)
-        self.teacher = frozen_models.of_flag("--teacher", config.loss.teacher)
-        self.reference = frozen_models.of_flag("--reference", config.loss.reference_model)
+        self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
+        self.reference = frozen.of_flag("--reference", config.loss.reference_model)
         if dist.world_size > 1:
             dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
@@ -141,7 +140,8 @@ class Trainer:
                 with suppress(Stopped):
                     self._train()
                 state = self.learner.state_dict()
-                base = self.model_source.under_adapters(self.config.model).name
+                under = self.model_source.under_adapters(self.config.model)
+                base = "" if under.base else under.pinned  # PEFT loads no adapters above others
                 self.dist.on_main(lambda: self.run_dir.save_end(self.model, state, base))
                 if not self._why_stopped():
                     with suppress(Stopped):

@@ -65,7 +65,7 @@ def frozen_models(model: Transformer, **settings: Any) -> FrozenModels:
     config = Config.of(**settings)
     precision = Precision(config.speed, model.device, NonFiniteGuard())
     job = Job(config, load_tokenizer("chess"), Task(), None, ())
-    return FrozenModels(job, model, precision, Console(), {})
+    return FrozenModels(job, model, precision, Console(), {}, "")
 
 
 def gradient(model: Transformer, completions: Completions) -> list[Tensor]:
@@ -212,15 +212,15 @@ def test_a_checkpoint_holds_adapters_and_fits_its_own_model_alone(model: Transfo
     state = copy.deepcopy(lora.trained_state(with_adapters(model)))
     assert state and all(name.endswith(ADAPTERS) for name in state)
     expected = model.logits(TOKENS)
-    lora.load_trained(model, {name: torch.zeros_like(x) for name, x in state.items()})
+    lora.load_trained_state(model, {name: torch.zeros_like(x) for name, x in state.items()})
     assert not torch.equal(model.logits(TOKENS), expected)
-    lora.load_trained(model, state)
+    lora.load_trained_state(model, state)
     assert torch.equal(model.logits(TOKENS), expected)
     name, x = next(iter(state.items()))
     missing = {other: y for other, y in state.items() if other != name}
     for wrong in (missing, {**state, "head.lora_A": x}, {**state, name: x[:1]}):
         with pytest.raises(RuntimeError):
-            lora.load_trained(model, wrong)
+            lora.load_trained_state(model, wrong)
 
 
 def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from .linear import Linear, dense, linear
 from .shape import ModelShape
 from .transformer import Transformer
 
-# PEFT computes the formula above with any value of these settings in adapter_config.json, since the
-# names of tensors say which layers have adapters.
+# Settings of adapter_config.json that change nothing here: names of tensors say which layers have
+# adapters, `AdapterSettings.alpha` covers use_rslora, and training has no dropout.
 HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "task_type",
@@ -108,7 +108,7 @@ def layer_names(model: Transformer, layers: Iterable[str]) -> list[str]:
 
 
 def freeze_adapters(model: nn.Module) -> None:
-    """Copy the adapters of a model that shares parameters; untrained ones are switched off."""
+    """Give a model that shares parameters frozen copies of its adapters; those of 0 are skipped."""
     for layer in adapters(model).values():
         if not layer.lora_B.any():
             layer.scale = 0.0
@@ -153,7 +153,7 @@ def peft_name(shape: ModelShape, name: str) -> str:
 
 
 def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], object]]:
-    """Name of each file that PEFT loads -> a function that writes it. `base` is the base's name."""
+    """Name of each file of PEFT -> its writer. `base` is "" if PEFT cannot load the base."""
     tensors = {peft_name(model.shape, name): x for name, x in trained_state(model).items()}
     name = base
     revision = None
@@ -165,7 +165,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
+        "base_model_name_or_path": name or None,
         "revision": revision,
         "fan_in_fan_out": model.shape.family_row.is_gpt2,
         "r": rank,

@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint import CHECKPOINTS, checkpoints, load_checkpoint, newest
 from ..errors import ConfigError, refusing
 from ..hub import CONFIG, fetch, read_json, settings_folder
@@ -65,7 +67,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, name: str, task: str = "auto", above: Collection[Path] = ()) -> "ModelSource":
-        """Look up a name, which is the base of adapters in the folders `above`."""
+        """Look up a name. `above` has the folders of adapters that led here, to find a circle."""
         if name in (SHIPPED, SCRATCH):
             return cls(name, task)
         folder = settings_folder(name)
@@ -152,7 +154,7 @@ class ModelSource:
             say(f"{self.name}: its adapters are merged into {self.base.name}")
         else:
             if self.folder and self.is_random:
-                say(f"--model {self.name}: random weights, of the shape in its config.json")
+                say(f"{self.name}: random weights, of the shape in its config.json")
             return Transformer.from_pretrained(self.fetch_weights(), matrix_dtype, seed=seed)
         lora.merge_adapters(model).store(matrix_dtype)
         return model
@@ -187,9 +189,10 @@ class ModelSource:
         checksums: dict[str, str],
         given: Transformer | None = None,
     ) -> Transformer:
-        """The model on the CPU as a run begins with it, with the adapters of --lora-rank.
+        """The model that a run or a command begins with, on the CPU, with adapters of --lora-rank.
 
-        `checksums` gets one for the weights that a resume loads again. `given` is the user's model.
+        `checksums` gets one for the weights that a resume loads again. `given` is a model
+        that is loaded already: the caller's, or that of a run.
         """
         settings = config.model
         seed = config.run.seed
@@ -215,23 +218,25 @@ class ModelSource:
             )
         else:
             lora.attach_peft(model, self.fetch_weights())
-            say(f"{label}: its adapters are trained on")
+            say(f"{label}: its adapters stay beside their base")
         # 3. A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model
         # is a copy of the start, all of it. Random numbers may differ in their last bits.
         copies_start = INITIAL in (config.loss.teacher, config.loss.reference_model)
-        parameters = {
+        parameters: dict[str, torch.Tensor] = {
             name: parameter
             for name, parameter in model.named_parameters()
             if copies_start or not parameter.requires_grad
         }
+        for name, layer in lora.adapters(model).items():
+            parameters[f"{name}.scale"] = torch.tensor(layer.scale)
         if parameters and self.name != SCRATCH:
             record_checksum(checksums, label, parameters)
         return model
 
     def under_adapters(self, settings: ModelConfig) -> "ModelSource":
-        """The model whose weights stay frozen beside the adapters of a run.
+        """The model to load before adapters are added: the base, or this one with PEFT's merged.
 
-        PEFT's adapters are trained on if the settings of --lora-rank etc. are theirs, else merged.
+        PEFT's adapters are trained on if the settings of --lora-rank etc. are theirs.
         """
         if self.base is None or self.is_run or settings.lora_rank == 0:
             return self

@@ -66,7 +66,7 @@ class Weights(nn.Module):
         are missing, left over or misshapen.
         """
         shape, tensors = hf.read_model(Path(path))
-        with refusing("the weights do not fit config.json"):
+        with refusing(f"{path}: the weights do not fit the shape"):
             model = cls(shape, seed if tensors is None else None)
             if tensors is not None:
                 state = hf.to_state(shape, model.state_dict().keys(), tensors)

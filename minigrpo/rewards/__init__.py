@@ -1,7 +1,4 @@
-"""Rewards: users' functions, the scores that they and the task give, and who is called when.
-
-`is_valid_fen` is here for the rewards of users who work on chess.
-"""
+"""Rewards: users' functions, the scores that they and the task give, and who is called when."""
 
 from ..fen import is_valid_fen as is_valid_fen
 from .functions import RewardFunction as RewardFunction

@@ -1,1 +1,1 @@
-"""What every run stands on: device, processes, optimizer, guard, random numbers, threads."""
+"""What every run stands on: device, processes, threads, signals, and calls that hang."""

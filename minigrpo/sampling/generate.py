@@ -265,7 +265,7 @@ class Generation:
         ]
         self.running, self.slot, self.representatives = copy_into(self.layout, arrays)
         self.num_running = len(state.sequence)
-        self.decoder.reorder(slots.source)
+        self.decoder.reorder(slots.old_slot)
         return state
 
     def _padded(self, numbers: np.ndarray, value: int) -> np.ndarray:

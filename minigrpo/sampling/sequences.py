@@ -113,7 +113,7 @@ def exchange_turns(dialogues: Dialogues, tables: Tables, state: RoundState) -> R
 class Slots(NamedTuple):
     """A new assignment of B slots to N sequences."""
 
-    source: np.ndarray  # [B] the old slot that each new one continues
+    old_slot: np.ndarray  # [B] the old slot that each new one continues
     of_sequence: np.ndarray  # [N] the new slot of each sequence
     first_sequence: np.ndarray  # [B] one of the N sequences in each new slot
 

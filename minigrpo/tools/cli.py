@@ -67,7 +67,7 @@ def run_script(name: str) -> None:
 
 
 def run_command(name: str, argv: Sequence[str], prog: str) -> None:
-    """Run a command, with the exit codes that this page says."""
+    """Run a command, with the exit codes that the module's docstring lists."""
     os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     sys.path.append("")  # a user's file may import others of the folder that a run starts in
     try:
@@ -117,7 +117,7 @@ def printable(text: str) -> str:
 
 
 def _function(name: str) -> Callable[[list[str], str], None]:
-    """The function of a command; that of the benchmarks is in the checkout, or a wheel has it."""
+    """The function of a command. `benchmark` is in a checkout's benchmarks/, or in a wheel."""
     if name != "benchmark":
         place = "models" if name in ("evaluate", "sample", "export") else name
         module = import_module(f"{__package__}.{place}")

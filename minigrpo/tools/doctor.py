@@ -154,8 +154,7 @@ def print_findings(console: Console, run: Run) -> None:
     findings = diagnose(run)
     extent = f"in {len(run.metrics)} steps"
     if not findings:
-        trends = f"; trends need {FEWEST_STEPS}" if len(run.metrics) < FEWEST_STEPS else ""
-        console.say(f"doctor: no findings {extent}{trends}")
+        console.say(f"doctor: no findings {extent} ({FEWEST_STEPS} show trends)")
         return
     console.say(f"\ndoctor: findings {extent}")
     for rule, seen in findings:

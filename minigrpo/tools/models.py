@@ -60,12 +60,11 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
 
 
 def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> tuple[Transformer, Precision]:
-    """The model on its device, with the adapters of a run apart, as in its training."""
+    """The model on its device. A run's adapters stay beside their base, as in training."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
     source = ModelSource.of(config.model.name, config.task.name)
-    as_trained = source.is_run and not config.model.lora_rank
-    trained = source.load_trained(say) if as_trained else None
+    trained = source.load_trained(say) if source.is_run else None
     model = source.start(config, tokenizer, say, {}, trained).to(device)
     return model, Precision(config.speed, device, NonFiniteGuard())
 
@@ -83,7 +82,9 @@ class OpenedModel:
         """The model and the task of a config from `resolve`. Raises ConfigError."""
         job = Job.of(config, Given())
         model, precision = open_model(config, job.tokenizer, console.say)
-        frozen_models = FrozenModels(job, model, precision, console, {})
+        source = ModelSource.of(config.model.name, config.task.name)
+        run = source.record.settings if source.record else config
+        frozen_models = FrozenModels(job, model, precision, console, {}, run.model.name)
         sampler = make_sampler(job, model, precision, console.warn)
         return cls(job, sampler, make_scorer(job, frozen_models, console.warn))
 
