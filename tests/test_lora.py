@@ -275,11 +275,14 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
         assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-4)
 
 
-def started(folder: Path, vocab: int = VOCAB, **settings: Any) -> Transformer:
+def started(
+    folder: Path, vocab: int = VOCAB, checksums: dict[str, str] | None = None, **settings: Any
+) -> Transformer:
     """The model in a folder as a run begins with it."""
     tokenizer = SimpleNamespace(n_vocab=vocab, name="", special={})
     config = Config.of(task="chess-env", **settings)
-    return ModelSource.of(str(folder)).start(config, tokenizer, print, {})
+    known = {} if checksums is None else checksums
+    return ModelSource.of(str(folder)).start(config, tokenizer, print, known)
 
 
 @pytest.fixture(params=LAYERS)
@@ -321,6 +324,14 @@ def test_adapters_are_in_float32(
         if parameter.dim() > 1:
             assert parameter.dtype == (torch.float32 if name.endswith(ADAPTERS) else stored)
     assert {x.dtype for x in lora.merge_adapters(model).parameters()} == {torch.float32}
+
+
+def test_a_resume_refuses_another_scale_of_the_adapters(start: Path) -> None:
+    checksums: dict[str, str] = {}
+    for _ in range(2):
+        started(start, checksums=checksums, lora_rank=2)
+    edit(start, lambda settings: settings.update(lora_alpha=1), "adapter_config.json")
+    refused(started, start, checksums=checksums, lora_rank=2)
 
 
 def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None:

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from minigrpo import Config, Trainer, Transformer
-from minigrpo.config import places
+from minigrpo.config import places, read_toml
 from minigrpo.guard import Diverged
-from minigrpo.model.source import ModelSource
+from minigrpo.model.source import RECORD, ModelSource
+from minigrpo.run.console import Console
 from minigrpo.run.run_dir import trained_on
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.tools import cli
-from minigrpo.tools.models import ModelArguments, config_of, parse
+from minigrpo.tools.models import ModelArguments, OpenedModel, config_of, parse
 from minigrpo.types import ConfigError
 
 from . import tiny
@@ -137,6 +138,16 @@ def test_evaluate_has_the_numbers_of_training(finished_run: Path, tmp_path: Path
     own = ("--task", "prompts", "--reward-weights", "exact=1", "--json", out)
     assert call("evaluate", finished_run, "--data", file, *own) == 0
     assert read_json(out)["measures"]["n"]["value"] == 30
+
+
+def test_the_initial_model_of_a_run_is_the_one_that_it_began_with(finished_run: Path) -> None:
+    began_with = read_toml(finished_run / RECORD)["model"]
+    config = config_of(ModelArguments(run=str(finished_run)), {})
+    scorer = OpenedModel.of(config, Console(quiet=True)).scorer
+    assert scorer.token_model
+    initial = scorer.token_model("initial").model.wte.weight
+    assert torch.equal(initial, loaded(Path(began_with)).wte.weight)
+    assert not torch.equal(initial, loaded(finished_run).wte.weight)
 
 
 def test_a_prompt_is_a_message_or_raw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
