@@ -49,8 +49,10 @@ class Config(Settings):
         if self.sampling.group_size < 2 and not (self.supervised or teacher_alone):
             uses = "--loss nll, or a --teacher without rewards"
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
-        if loss.reference and (self.supervised or not loss.kl_coef):
-            raise ConfigError("--reference needs a --kl-coef above 0, and samples of the model")
+        if self.supervised and loss.kl_coef:
+            raise ConfigError("--kl-coef needs samples of the model, and --loss nll has none")
+        if loss.reference and not loss.kl_coef:
+            raise ConfigError("--reference needs a --kl-coef above 0")
         divides_by_mean = loss.scale == "mean" or (loss.name == "maxrl" and loss.scale == "auto")
         may_be_negative = (
             loss.overlong == "punish"

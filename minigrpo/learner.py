@@ -191,7 +191,7 @@ class Learner:
             mask,
             loss=self.loss,
             kl=settings.kl,
-            kl_coef=0.0 if self.config.supervised else settings.kl_coef,
+            kl_coef=settings.kl_coef,
             normalizer=normalizer,
             ref_logp=micro_batch.reference_logp,
             token_weights=losses.sampler_weights(

@@ -203,8 +203,7 @@ class LossConfig(Group):
     @property
     def reference_model(self) -> str | None:
         """The model of the KL by its name, or None without a KL."""
-        has_kl = self.kl_coef > 0 and self.name != "nll"
-        return (self.reference or INITIAL) if has_kl else None
+        return (self.reference or INITIAL) if self.kl_coef else None
 
 
 class OptimizerConfig(Group):

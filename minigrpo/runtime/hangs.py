@@ -25,7 +25,7 @@ import torch
 TRACE = "hung_call.txt"  # the file in a run's folder
 BEAT_S = 0.2  # seconds after which the timers are set again
 GRACE_S = 4.0  # seconds of CPU time beyond the longest timeout, for each thread of torch
-LONGEST_S = 1e6  # seconds that a timer takes; a timeout may be longer, or infinite
+LONGEST_S = 1e6  # seconds that the system takes for a timer; a timeout may be longer
 
 timeouts: dict[object, float] = {}  # the timeout_s of each call in work
 nowhere = open(os.devnull, "wb")

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..errors import RunFailed, error_text
 from ..userfiles import changed_files, files_read, sha256_of
+from .hangs import LONGEST_S
 
 LATE = "it took longer than its timeout_s"
-LONGEST_S = 1e6  # seconds that the system waits; a timeout may be longer
 # The signals that ask a run to stop: Ctrl-C, a scheduler that ends the job, schedulers that warn
 # before they do, and a terminal that closes.
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")

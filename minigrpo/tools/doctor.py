@@ -154,7 +154,8 @@ def print_findings(console: Console, run: Run) -> None:
     findings = diagnose(run)
     extent = f"in {len(run.metrics)} steps"
     if not findings:
-        console.say(f"doctor: no findings {extent} ({FEWEST_STEPS} show trends)")
+        advice = f"; trends need {FEWEST_STEPS}" if len(run.metrics) < FEWEST_STEPS else ""
+        console.say(f"doctor: no findings {extent}{advice}")
         return
     console.say(f"\ndoctor: findings {extent}")
     for rule, seen in findings:
