@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -449,9 +449,11 @@ def test_episodes_without_rows_have_random_numbers_of_their_own() -> None:
 
 
 def test_members_of_a_group_must_start_alike() -> None:
+    starts = count()
+
     class Moody(Game):
         def reset(self, moods: list[str]) -> str:
-            return str(id(self))
+            return f"start {next(starts)}"
 
     world = EnvironmentSet.of(Moody)
     rows = [{"moods": []}, {"moods": ["glad"]}]
