@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minigrpo.model.context import Context
 from minigrpo.model.transformer import Transformer
 from minigrpo.task import Task
 from minigrpo.tasks.chess_env import ChessEnv
@@ -58,14 +59,14 @@ EVAL_SIZE = 256  # held-out prompts
 SEED = 0
 
 
-class KVCache:
+class KVCache(Context):
     """Keys and values of all earlier columns, so that only new columns run through the model."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.kv: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, [B, heads, columns, head size]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The model calls this in each layer, with `[B * columns, heads, head size]` each."""
         q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
         if layer in self.kv:
@@ -83,7 +84,7 @@ def next_token_logits(model: Transformer, ids: Tensor, start: int, cache: KVCach
     """Next-token logits `[B, V]` after `ids [B, t]`, which are the columns from `start` on."""
     columns = torch.arange(start, start + ids.shape[1], device=ids.device)
     positions = columns.expand_as(ids)
-    hidden = model.forward_hidden(ids.flatten(), positions.flatten(), cache.attend)
+    hidden = model.forward_hidden(ids.flatten(), positions.flatten(), cache)
     last_hidden = hidden.unflatten(0, ids.shape)[:, -1]
     return model.lm_head(last_hidden)
 

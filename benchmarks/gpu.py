@@ -21,8 +21,9 @@ from rich.console import Console
 
 from minigrpo import Config
 from minigrpo.build import Job
-from minigrpo.model.hf import write_config
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.config_json import write_config
+from minigrpo.model.shape import AttentionShape, ModelShape, Rope
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import memory_mib, pick_device, set_up_process
 from minigrpo.sampling.pick import Distribution
 from minigrpo.tools.plan import components_of, peak_of
@@ -32,10 +33,11 @@ from .measure import Outputs, device_name, synchronize
 from .work import RandomText, Step, Work, byte_tokenizer
 
 T = TypeVar("T")
+LAYER = (AttentionShape(rope=Rope()),)
 SHAPES = {
-    "0.5B": ModelShape(151936, 2048, 24, 896, 14, "qwen2", kv_heads=2, mlp_width=4864),
-    "7B": ModelShape(151936, 2048, 28, 3584, 28, "qwen2", 4, mlp_width=18944, tied=False),
-    "dry": ModelShape(500, 256, 2, 64, 4, "qwen2", kv_heads=2, mlp_width=96),
+    "0.5B": ModelShape(151936, 2048, 24 * LAYER, 896, 14, "qwen2", kv_heads=2, mlp_width=4864),
+    "7B": ModelShape(151936, 2048, 28 * LAYER, 3584, 28, "qwen2", 4, mlp_width=18944, tied=False),
+    "dry": ModelShape(500, 256, 2 * LAYER, 64, 4, "qwen2", kv_heads=2, mlp_width=96),
 }
 
 

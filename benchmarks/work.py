@@ -24,8 +24,9 @@ from minigrpo.given import Given
 from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.model.packing import pack
+from minigrpo.model.shape import AttentionShape, ModelShape, Rope
 from minigrpo.model.source import ModelSource
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.transformer import Transformer
 from minigrpo.rewards.functions import similarity
 from minigrpo.rng import stream
 from minigrpo.rollout import RolloutBatches
@@ -52,9 +53,9 @@ class Preset(NamedTuple):
     settings: Mapping[str, float]  # settings of `Config`
 
 
-TINY = {"vocab_size": 512, "layers": 4, "width": 128, "heads": 4}
-QWEN_494M = {"family": "qwen2", "vocab_size": 151936, "layers": 24, "width": 896, "heads": 14}
-QWEN_494M |= {"kv_heads": 2, "mlp_width": 4864, "norm_eps": 1e-6, "rope_theta": 1e6}
+TINY = {"vocab_size": 512, "layers": (AttentionShape(),) * 4, "width": 128, "heads": 4}
+QWEN_494M = {"family": "qwen2", "vocab_size": 151936, "width": 896, "heads": 14, "kv_heads": 2}
+QWEN_494M |= {"mlp_width": 4864, "norm_eps": 1e-6, "layers": 24 * (AttentionShape(rope=Rope(1e6)),)}
 EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
 TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
 PRESETS = {

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
+from .model.roles import DECAYING, roles
 from .settings import SpeedConfig
 from .types import ConfigError
 
@@ -29,12 +30,15 @@ def learning_rate_at(step: int, config: Config) -> float:
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen. Biases and norms have no weight decay."""
     settings = config.optimizer
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    role = roles(model)
+    decaying = [p for name, p in trained.items() if role[name] in DECAYING]
+    others = [p for name, p in trained.items() if role[name] not in DECAYING]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
-    offloads = config.memory.offload_optimizer and trained[0].is_cuda
+    offloads = config.memory.offload_optimizer and next(iter(trained.values())).is_cuda
     adamw = OffloadedAdamW if offloads else torch.optim.AdamW
     return adamw(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
 

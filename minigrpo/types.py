@@ -171,6 +171,7 @@ class PackedPrompt:
 
     ids: np.ndarray  # [n] the packed tokens
     positions: np.ndarray  # [n] the position of each in its own text
+    parents: np.ndarray  # [n] the place before each in its text; -1 for the first
     sources: np.ndarray  # [m] places whose next token is predicted
     targets: np.ndarray  # [m] that next token
     index: np.ndarray  # [G, S] into the m predictions; 0 where no token was sampled

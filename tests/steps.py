@@ -15,7 +15,8 @@ from minigrpo import Config, Trainer
 from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.losses import LossSpec
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope, ShortConvShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import Precision
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completion, Completions
@@ -24,14 +25,43 @@ from .tiny import TINY, tiny_chess_model
 
 VOCAB = 12
 EOS = VOCAB - 1
-SIZES = {"vocab_size": VOCAB, "context": 40, "layers": 2, "width": 16}
+SIZES = {"vocab_size": VOCAB, "context": 40, "width": 16}
 GEMMA3 = {"heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_width": 24, "tied": False}
-GEMMA3 |= {"rope_theta": 100.0, "local_rope_theta": 50.0, "attention_size": 8, "window": 5}
-GEMMA3 |= {"full_every": 2, "residual_multiplier": 0.7, "logits_divisor": 2.0}
+GEMMA3 |= {"attention_size": 8, "residual_multiplier": 0.7, "logits_divisor": 2.0}
+WINDOWED = AttentionShape(window=5, rope=Rope(50.0))
+
+
+DELTA = GatedDeltaShape(key_heads=2, value_heads=4, key_dim=3, value_dim=5, taps=3)
+
+
+def attending(number: int, **fields: Any) -> tuple[AttentionShape, ...]:
+    """Layers that all attend alike."""
+    return (AttentionShape(**fields),) * number
+
+
 SHAPES = {
-    "gpt2": ModelShape(**SIZES, heads=2),
+    "gpt2": ModelShape(**SIZES, layers=attending(2), heads=2),
     # every variant that GPT-2 does not have
-    "grouped-query": ModelShape(**SIZES, family="gemma3_text", **GEMMA3),
+    "grouped-query": ModelShape(
+        **SIZES,
+        **GEMMA3,
+        family="gemma3_text",
+        layers=(WINDOWED, AttentionShape(rope=Rope(100.0))),
+    ),
+    # layers with a state, beside a window
+    "hybrid": ModelShape(
+        **SIZES,
+        family="qwen3_5_text",
+        layers=(
+            DELTA,
+            AttentionShape(window=4, rope=Rope(50.0, fraction=0.5)),
+            ShortConvShape(taps=4),
+        ),
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mlp_width=24,
+    ),
 }
 
 

@@ -36,6 +36,7 @@ from minigrpo.tools.models import ModelArguments, config_of
 from minigrpo.types import REWARD, Example
 
 from . import tiny
+from .steps import attending
 from .test_tools import call
 from .tiny import ask, read_json, refused
 
@@ -292,10 +293,10 @@ def test_ctrl_c_ends_the_script_when_the_run_is_saved(model: str, tmp_path: Path
 
 
 def test_a_low_precision_model_is_trained_in_float32(tmp_path: Path) -> None:
-    model = minigrpo.Transformer(ModelShape(360, layers=1)).bfloat16()
+    model = minigrpo.Transformer(ModelShape(360, layers=attending(1))).bfloat16()
     settings = {**tiny.TINY, "learning_rate": 1e-6, "max_steps": 1, "eval_every": 0, "quiet": True}
     minigrpo.train(model=model, out_dir=tmp_path / "run", **settings)
-    weight = model.h[0].mlp.c_fc.weight
+    weight = model.h[0].mlp.up_proj.weight
     assert weight.dtype == torch.float32
     assert (weight != weight.bfloat16().float()).float().mean() > 0.9
 

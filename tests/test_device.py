@@ -16,10 +16,11 @@ from minigrpo.model.shape import ModelShape
 from minigrpo.optimizer import grad_scaler
 from minigrpo.runtime import device as layers
 
+from .steps import attending
 from .tiny import refused
 
 CPU = torch.device("cpu")
-SHAPE = ModelShape(vocab_size=23, context=40, layers=2, width=16, heads=2)
+SHAPE = ModelShape(vocab_size=23, context=40, layers=attending(2), width=16, heads=2)
 IDS = torch.arange(24).reshape(2, 12) % 23
 config = Config.of
 
@@ -91,7 +92,7 @@ def test_training_layers_spare_the_sampler(option: str, monkeypatch: pytest.Monk
     assert not compiled and ran == ["sampler"]
     loss_of(trained).backward()
     if option == "compile_model":
-        assert compiled == {"before_attention", "after_attention"}
+        assert compiled == {"before_mixing", "after_mixing"}
         assert ran == ["sampler", "learner"]
     else:
         assert not compiled and ran == ["sampler", "learner", "learner"]  # again in the backward

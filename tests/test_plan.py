@@ -13,26 +13,38 @@ from torch.profiler import ProfilerActivity, profile
 from minigrpo import Config, Transformer
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
+from minigrpo.model.shape import ModelShape, Rope
 from minigrpo.model.source import ModelSource, shipped_model
-from minigrpo.model.transformer import ModelShape
 from minigrpo.tools import plan
 from minigrpo.tools.plan import MIB, components_of, peak_of
 from minigrpo.types import Completions, ConfigError
 
 from . import tiny
+from .steps import attending
 from .test_tools import call
 
-SHAPE = ModelShape(vocab_size=50, context=64, layers=2, width=8, heads=2)
+SHAPE = ModelShape(vocab_size=50, context=64, layers=attending(2), width=8, heads=2)
 NUM_PARAMETERS = 50 * 8 + 64 * 8 + 2 * (12 * 8 * 8 + 13 * 8) + 2 * 8
 GPT2 = ModelShape(vocab_size=360)
 GQA = ModelShape(
-    vocab_size=300, layers=3, width=64, family="qwen3", mlp_width=176, kv_heads=2, head_dim=24
+    vocab_size=300,
+    layers=attending(3, rope=Rope()),
+    width=64,
+    family="qwen3",
+    mlp_width=176,
+    kv_heads=2,
+    head_dim=24,
 )
-GEMMA3 = replace(GQA, family="gemma3_text", layers=4, window=20, full_every=4, tied=True)
+GEMMA3 = replace(
+    GQA,
+    family="gemma3_text",
+    layers=attending(3, window=20, rope=Rope()) + attending(1, rope=Rope()),
+    tied=True,
+)
 QWEN_7B = ModelShape(
     vocab_size=152_064,
     context=131_072,
-    layers=28,
+    layers=attending(28, rope=Rope()),
     width=3_584,
     heads=28,
     family="qwen2",
@@ -137,7 +149,7 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
         (GEMMA3, {}),
         (replace(GQA, family="olmo2"), {}),
         (replace(GQA, family="granitemoehybrid"), {}),
-        (ModelShape(vocab_size=30_000, layers=1, width=32), {}),
+        (ModelShape(vocab_size=30_000, layers=attending(1), width=32), {}),
     ],
 )
 def test_the_update_takes_what_the_closed_forms_say(

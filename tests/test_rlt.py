@@ -22,10 +22,11 @@ from minigrpo.text.encoding import to_completions
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import ConfigError, Example
 
+from .steps import attending
 from .tiny import refused
 
 CHESS = load_tokenizer("chess")
-SHAPE = ModelShape(CHESS.n_vocab, context=96, layers=2, width=16, heads=2)
+SHAPE = ModelShape(CHESS.n_vocab, context=96, layers=attending(2), width=16, heads=2)
 TEACHER, STUDENT = (Transformer(SHAPE, seed=seed).double() for seed in (1, 2))
 TEMPERATURE = 0.7
 EXPLANATIONS = ["010111", "01", "0", "", "010110", "010111"]

@@ -27,7 +27,7 @@ from minigrpo.sampling.sampler import Sampler
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Completions, Example
 
-from .steps import EOS, SHAPES, VOCAB, make_completions
+from .steps import EOS, SHAPES, VOCAB, attending, make_completions
 from .test_packing import varied
 from .tiny import tiny_tokenizer_folder
 
@@ -300,7 +300,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
     folder = family if family == "chess" else str(tiny_tokenizer_folder(tmp_path, family))
     tokenizer = load_tokenizer(folder)
     with torch.no_grad():
-        model = Transformer(ModelShape(tokenizer.n_vocab, 80, 1, 16, 2), seed=1).double()
+        model = Transformer(ModelShape(tokenizer.n_vocab, 80, attending(1), 16, 2), seed=1).double()
         model.head_weight.mul_(30)
     size = 32
 
@@ -370,7 +370,7 @@ def test_out_of_memory_changes_no_token(monkeypatch: pytest.MonkeyPatch, fails_a
 
 def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    model = Transformer(ModelShape(VOCAB, context=40, layers=1, width=16, heads=2))
+    model = Transformer(ModelShape(VOCAB, context=40, layers=attending(1), width=16, heads=2))
     generation = Mock(wraps=Generation)
     monkeypatch.setattr(sampler_module, "Generation", generation)
     enabled = True

@@ -19,7 +19,7 @@ from minigrpo.tools.cli import main
 from minigrpo.tools.models import ModelArguments, OpenedModel, config_of
 from minigrpo.types import ConfigError
 
-from .steps import bits
+from .steps import attending, bits
 from .steps import tiny_trainer as make
 from .tiny import SUMS, read_json, refused, tiny_chess_model
 
@@ -102,7 +102,7 @@ def test_a_speed_flag_trains_and_keeps_the_loss_near(
 
 def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) -> None:
     (tmp_path / "damaged.safetensors").write_bytes(b"junk" * 100)
-    other = Transformer(ModelShape(50, layers=1, width=16, heads=2))
+    other = Transformer(ModelShape(50, layers=attending(1), width=16, heads=2))
     other.save_pretrained(tmp_path / "other.safetensors")
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "exits.py").write_text("raise SystemExit(0)")

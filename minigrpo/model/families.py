@@ -7,14 +7,12 @@ from typing import Any, Literal, NamedTuple
 FIELDS = {
     "vocab_size": "vocab_size",
     "context": "max_position_embeddings",
-    "layers": "num_hidden_layers",
     "width": "hidden_size",
     "heads": "num_attention_heads",
     "mlp_width": "intermediate_size",
     "kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
     "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
     "tied": "tie_word_embeddings",
 }
 ATTENTION_BIAS = {"attention_bias": "attention_bias"}
@@ -36,9 +34,11 @@ NAMES = {
     "head": "lm_head",
 }
 NAMES_AFTER = {"ln_1_after": "post_attention_layernorm", "ln_2_after": "post_feedforward_layernorm"}
-# config.json's words for layers without and with a window
+# config.json's words for layers
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
+CONVOLUTION = "conv"
+RECURRENT = "linear_attention"
 OLD_WORDS = {"attention": FULL}
 # setting that config.json may leave out -> the value that it then has
 MISSING = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
@@ -50,47 +50,70 @@ class Family(NamedTuple):
     """The properties that all models of a family share; the defaults are Llama's."""
 
     architecture: str  # class in transformers
-    is_gpt2: bool = False  # LayerNorm, learned positions, one projection, an MLP without a gate
-    qkv_bias: bool = False  # only the projections of queries, keys and values have a bias
+    # 1. What blocks compute.
+    learns_positions: bool = False  # a position has an embedding
+    norm: Literal["rms", "layer"] = "rms"
+    norms: Literal["before", "after", "both"] = "before"  # place of the norms of mixer and MLP
+    norms_add_one: bool = False  # files have the weights of norms minus 1
+    has_fused_qkv: bool = False  # one layer computes queries, keys and values
     # RMS norms of queries and keys before the rotation, of each head or of the whole width
     qk_norm: Literal["none", "head", "width"] = "none"
-    norms: Literal["before", "after", "both"] = "before"  # place of the norms of attention and MLP
-    norms_add_one: bool = False  # files have the weights of norms minus 1
-    gate: Literal["silu", "gelu"] = "silu"  # activation of the MLP's gate
-    has_fused_gate: bool = False  # one layer computes the gate and what it multiplies
+    # the layers that have a bias in every model of the family; config.json may add others
+    biases: Literal["none", "qkv", "all"] = "none"
+    activation: Literal["silu", "gelu"] = "silu"  # in the MLP, of its gate if it has one
+    gate: Literal["own", "fused", "none"] = "own"  # fused: one layer with what it multiplies
+    gates_attention: bool = False  # queries come with a gate of what they find
     scales_embeddings: bool = False  # embeddings are multiplied by the square root of the width
-    unrotated: int = 0  # distance between layers without positions; 0 means none
+    # 2. What files say, and how.
     fields: Mapping[str, str] = FIELDS
+    layers: str = "num_hidden_layers"  # setting with their number
+    layer_types: Sequence[str] = ()  # words for layers that are read; none: all are alike
+    has_window: bool = False  # layers may have a window: all of them, or those of WINDOWED
     names: Mapping[str, str] = NAMES
     prefix: str = ""  # prefix of names in files, except for the head; it may be missing
+    transposes: bool = False  # files have the weights of linear layers in blocks as [in, out]
     missing: Mapping[str, Any] = MISSING
     supported: Mapping[str, Sequence[object]] = SUPPORTED
-    names_layers: bool = False  # config.json says which layers have a window
+    written: Mapping[str, object] = {}  # further settings that an export has
 
 
 # model_type in config.json -> row
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
-        is_gpt2=True,
+        learns_positions=True,
+        norm="layer",
+        has_fused_qkv=True,
+        biases="all",
+        activation="gelu",
+        gate="none",
         fields={
             "vocab_size": "vocab_size",
             "context": "n_positions",
-            "layers": "n_layer",
             "width": "n_embd",
             "heads": "n_head",
             "mlp_width": "n_inner",
             "norm_eps": "layer_norm_epsilon",
             "tied": "tie_word_embeddings",
         },
-        names={"head": "lm_head"},
+        layers="n_layer",
+        names={
+            "head": "lm_head",
+            "qkv_proj": "c_attn",
+            "o_proj": "c_proj",
+            "up_proj": "c_fc",
+            "down_proj": "c_proj",
+        },
         prefix="transformer.",
+        transposes=True,
         missing={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         supported={
             "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
             "scale_attn_weights": [True],
             "scale_attn_by_inverse_layer_idx": [False],
         },
+        # transformers would train with its default of 0.1
+        written=dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     ),
     "llama": Family("LlamaForCausalLM", fields=FIELDS | BIASES),
     "exaone4": Family(
@@ -98,24 +121,20 @@ FAMILIES = {
         qk_norm="head",
         norms="after",
         names=NAMES | NAMES_AFTER,
+        layer_types=[FULL],
         missing={**MISSING, "rms_norm_eps": 1e-5},
         supported={**SUPPORTED, "sliding_window": [None]},
-        names_layers=True,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         qk_norm="head",
         norms="both",
         norms_add_one=True,
-        gate="gelu",
+        activation="gelu",
         scales_embeddings=True,
-        fields={
-            **FIELDS,
-            "window": "sliding_window",
-            "full_every": "sliding_window_pattern",
-            "local_rope_theta": "rope_local_base_freq",
-            "attention_size": "query_pre_attn_scalar",
-        },
+        fields=FIELDS | {"attention_size": "query_pre_attn_scalar"},
+        layer_types=[FULL, WINDOWED],
+        has_window=True,
         names={**NAMES, **NAMES_AFTER, "ln_2": "pre_feedforward_layernorm"},
         missing={
             "rms_norm_eps": 1e-6,
@@ -131,12 +150,11 @@ FAMILIES = {
             "final_logit_softcapping": [None],
             "use_bidirectional_attention": (False, None),
         },
-        names_layers=True,
     ),
     "granite": Family("GraniteForCausalLM", fields=FIELDS | BIASES | MULTIPLIERS),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        has_fused_gate=True,
+        gate="fused",
         fields={**FIELDS, **ATTENTION_BIAS, **MULTIPLIERS, "mlp_width": "shared_intermediate_size"},
         names={
             **NAMES,
@@ -144,10 +162,40 @@ FAMILIES = {
             "gate_up_proj": "input_linear",
             "down_proj": "output_linear",
         },
+        layer_types=[FULL],
         supported={**SUPPORTED, "num_local_experts": [0], "position_embedding_type": ["rope"]},
-        names_layers=True,
     ),
-    "mistral": Family("MistralForCausalLM", fields=FIELDS | {"window": "sliding_window"}),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        qk_norm="head",
+        fields={**FIELDS, "norm_eps": "norm_eps"},
+        layer_types=[FULL, CONVOLUTION],
+        names={
+            **NAMES,
+            "ln_1": "operator_norm",
+            "ln_2": "ffn_norm",
+            "ln_f": "model.embedding_norm",
+            "o_proj": "out_proj",
+            "q_norm": "q_layernorm",
+            "k_norm": "k_layernorm",
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "up_proj": "w3",
+            "down_proj": "w2",
+        },
+        missing={
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        supported={"conv_bias": [False]},
+        written={"block_auto_adjust_ff_dim": False},  # the width is that of the weights
+    ),
+    "mistral": Family("MistralForCausalLM", has_window=True),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         qk_norm="width",
@@ -156,12 +204,26 @@ FAMILIES = {
         names=NAMES | NAMES_AFTER,
         missing={**MISSING, "rms_norm_eps": 1e-5},
     ),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2": Family("Qwen2ForCausalLM", biases="qkv"),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fields=FIELDS | ATTENTION_BIAS),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        qk_norm="head",
+        norms_add_one=True,
+        gates_attention=True,
+        fields=FIELDS | ATTENTION_BIAS,
+        layer_types=[FULL, RECURRENT],
+        missing={**MISSING, "partial_rotary_factor": 0.25, "full_attention_interval": 4},
+        supported={"hidden_act": ["silu"]},
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
-        unrotated=4,
         fields=FIELDS | BIASES,
-        missing={**MISSING, "rope_theta": 2e6, "tie_word_embeddings": True},
+        missing={
+            **MISSING,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
     ),
 }

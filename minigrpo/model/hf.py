@@ -1,24 +1,20 @@
-"""Models' files as Hugging Face lays them out.
-
-A model is refused if transformer.py would compute another function than the one that was trained.
-"""
+"""The weights of models, in files as Hugging Face lays them out."""
 
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, Field, PositiveInt, TypeAdapter
+from pydantic import BaseModel, Field, PositiveInt
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..errors import ConfigError, refusing
 from ..hub import CONFIG, read_json
-from .families import FAMILIES, FULL, OLD_WORDS, WINDOWED
+from .config_json import SHAPES, read_shape
 from .shape import ModelShape, PositiveFinite
 
 WEIGHTS = "model.safetensors"
@@ -28,85 +24,22 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 FOR_TRANSFORMERS = {"format": "pt"}  # the header that transformers expects
 SHAPE = "shape"  # key of the header of a file of our own: the fields of ModelShape as JSON
-# endings of the names of weights that are stored as [in, out]; only GPT-2 has them
-TRANSPOSED = ("attn.c_attn.weight", "c_proj.weight", "mlp.c_fc.weight")
+NORM = re.compile(r"\b(ln_\w+|[qk]_norm)\.weight$")  # the norms of all families, by our names
 # stored by older versions, and not needed
-BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)")
+BUFFERS = r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)"
+# what a model has beside its text: towers for images, and heads for several tokens at once
+OTHER_PARTS = r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*|mtp\..*"
+SKIPPED = re.compile(f"{BUFFERS}|{OTHER_PARTS}")
+# the beginning of the names of a text model inside another one
+INSIDE = re.compile(r"^(model\.language_model\.|language_model\.model\.)")
 # Numbers of other types are not the weights themselves: their scales are stored apart.
 NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
 
 
 def stored_name(shape: ModelShape, name: str) -> str:
     """The name in files of a parameter here."""
     names = shape.family_row.names
     return ".".join(names.get(part, part) for part in name.split("."))
-
-
-@refusing(CONFIG)
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that a config.json describes. Raises ConfigError."""
-    name = config["model_type"]
-    if name not in FAMILIES:
-        raise ValueError(f"model_type is {name!r}, not {' or '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    # 1. The rotary positions: version 4 of transformers has fields, 5 `rope_parameters`, for some
-    # families one for each kind of layer.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = rope.get(WINDOWED) or {}
-    rope = rope.get(FULL, rope)
-    not_null = {name: value for name, value in config.items() if value is not None}
-    config = {**family.missing, **not_null, **rope}
-    if local:
-        config["rope_local_base_freq"] = local["rope_theta"]
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    # 2. The shape. Older files say which layers have a window by a number alone.
-    fields = {ours: config.get(theirs, 0) for ours, theirs in family.fields.items()}
-    of_layers: list[str] = []
-    if family.names_layers:
-        of_layers = [OLD_WORDS.get(word, word) for word in config.get("layer_types") or ()]
-    if WINDOWED in of_layers and FULL in of_layers:
-        fields["full_every"] = 1 + of_layers.index(FULL)
-    scaling = rope if rope_type == "llama3" else None
-    shape = SHAPES.validate_python({**fields, "family": name, "rope_scaling": scaling})
-    # 3. What transformer.py would compute otherwise.
-    rotated_layers = [int(shape.rope_theta_of(n) > 0) for n in range(shape.layers)]
-    stated = {**config, "rope_type": rope_type, "layer_types": of_layers}
-    supported = {
-        "quantization_config": [None],
-        "rope_type": ("default", "llama3"),
-        "no_rope_layers": (None, rotated_layers),
-        "layer_types": ([], layer_types(shape)),
-        **family.supported,
-    }
-    for name, values in supported.items():
-        if name in stated and stated[name] not in values:
-            raise ValueError(f"{name} is {stated[name]!r}, not {' or '.join(map(str, values))}")
-    return shape
-
-
-def layer_types(shape: ModelShape) -> list[str]:
-    """What config.json says of each layer."""
-    return [WINDOWED if shape.window_of(layer) else FULL for layer in range(shape.layers)]
-
-
-def write_config(shape: ModelShape) -> dict[str, Any]:
-    """The contents of config.json, in words that versions 4 and 5 of transformers read."""
-    written = {
-        "architectures": [shape.family_row.architecture],
-        "model_type": shape.family,
-        **{theirs: getattr(shape, ours) for ours, theirs in shape.family_row.fields.items()},
-        **{theirs: values[0] for theirs, values in shape.family_row.supported.items()},
-        # some families have defaults beyond the vocabulary
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    }
-    if shape.family_row.is_gpt2:
-        # transformers would train with its default of 0.1
-        return {**written, **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)}
-    scaling = shape.rope_scaling and {"rope_type": "llama3", **asdict(shape.rope_scaling)}
-    if shape.family_row.names_layers:
-        written["layer_types"] = layer_types(shape)
-    return {**written, "rope_scaling": scaling, "sliding_window": shape.window or None}
 
 
 def read_model(path: Path) -> tuple[ModelShape, dict[str, Tensor] | None]:
@@ -132,7 +65,7 @@ def read_model_shape(path: Path) -> ModelShape:
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The weights in a safetensors file. Raises ConfigError for values that cannot be weights."""
     with refusing(file):
-        tensors = {name: x for name, x in load_file(file).items() if not BUFFERS.fullmatch(name)}
+        tensors = {name: x for name, x in load_file(file).items() if not SKIPPED.fullmatch(name)}
         if not tensors:
             raise ConfigError("has no tensors")
         for name, tensor in tensors.items():
@@ -168,8 +101,9 @@ def to_state(
     ours = {stored_name(shape, name): name for name in names}
     state: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
-        name = stored.removeprefix(shape.family_row.prefix)
-        state[ours.get(name, name)] = converted(shape, name, tensor)
+        in_file = INSIDE.sub("model.", stored).removeprefix(shape.family_row.prefix)
+        name = ours.get(in_file, in_file)
+        state[name] = converted(shape, name, tensor)
     head = state.get("lm_head.weight")
     embedding = state.get("wte.weight")
     if head is not None and embedding is not None and torch.equal(head, embedding):
@@ -179,9 +113,11 @@ def to_state(
 
 def converted(shape: ModelShape, name: str, tensor: Tensor, to_file: bool = False) -> Tensor:
     """A tensor of a file as a parameter, or with `to_file` the other way round."""
-    if shape.family_row.norms_add_one and tensor.dim() == 1:
+    family = shape.family_row
+    if family.norms_add_one and NORM.search(name):
         return tensor.float() + (-1 if to_file else 1)
-    return tensor.t() if name.endswith(TRANSPOSED) else tensor
+    is_linear = name.startswith("h.") and tensor.dim() == 2
+    return tensor.t() if family.transposes and is_linear else tensor
 
 
 def write_tensors(

@@ -167,7 +167,7 @@ def peft_files(model: Transformer, *, base: str) -> dict[str, Callable[[Path], o
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name or None,
         "revision": revision,
-        "fan_in_fan_out": model.shape.family_row.is_gpt2,
+        "fan_in_fan_out": model.shape.family_row.transposes,
         "r": rank,
         "lora_alpha": first.scale * rank,
         "target_modules": layer_names(model, layers),

@@ -48,71 +48,25 @@ key of each query. These rows are split by length if that saves padding.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AddedRow, Completions, PackedPrompt
+from .context import (
+    Context,
+    Scan,
+    ancestors,
+    attend_in_rows,
+    make_mask,
+    scan_rows,
+    sdpa,
+    take_previous,
+    take_rows,
+)
 from .logprobs import at_least_fp32
-
-
-def take_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """Gather packed tokens into padded rows: `[N, H, E]` and `[B, T]` -> `[B, H, T, E]`."""
-    # the backward pass of index_select is parallel; that of packed[rows] is a serial index_put
-    return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of `q [B, H, T, E]` to `k` and `v`, `[B, K, T', E]`, with a mask of 0 and -inf.
-
-    Query heads that share a key head (arXiv 2305.13245) become R = H / K times the rows, as in the
-    mask `[B, 1, R * T, T']`: else torch may store all scores.
-    """
-    queries_per_key = q.shape[1] // k.shape[1]
-    rows = q.unflatten(1, (-1, queries_per_key)).flatten(2, 3)  # [B, K, R * T, E]
-    attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return attended.unflatten(2, (queries_per_key, -1)).flatten(1, 2)
-
-
-def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of rows `[B, H or K, T, E]` to the last `window` tokens, or to all if 0."""
-    length = q.shape[2]
-    queries_per_key = q.shape[1] // k.shape[1]
-    if 0 < window < length:
-        mask = causal_mask(length, window, queries_per_key, q.dtype, q.device)
-        return sdpa(q, k, v, mask)
-    if queries_per_key > 1:  # without a mask, keys and values are repeated
-        k = k.repeat_interleave(queries_per_key, dim=1)
-        v = v.repeat_interleave(queries_per_key, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-@lru_cache(maxsize=4)  # the layers share a mask, because autograd would keep one for each
-def causal_mask(
-    length: int, window: int, queries_per_key: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The mask `[1, 1, queries_per_key * T, T]` of causal rows with a window."""
-    last = torch.arange(length, device=device)[None]
-    return make_mask(last, length, window, queries_per_key, dtype)
-
-
-def make_mask(
-    last: Tensor,
-    num_keys: int,
-    window: int,
-    queries_per_key: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The mask `[C, 1, queries_per_key * T, L]` of L keys, up to each query's `last [C, T]`."""
-    last = last.repeat(1, queries_per_key)[:, None, :, None]
-    padding = -num_keys % 8  # CUDA's attention would copy rows of other lengths
-    age = last - torch.arange(num_keys + padding, device=last.device)
-    unseen = (age < 0) | (age >= (window or torch.inf))
-    mask = unseen.to(dtype).masked_fill_(unseen, -torch.inf)
-    return mask[..., :num_keys]
 
 
 @dataclass(frozen=True)
@@ -125,7 +79,7 @@ class CompletionRows:
     masks: dict[int, Tensor] = field(default_factory=dict, init=False)  # by window, made once
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, H, T, E]`."""
+        """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, T, H, E]`."""
         num_keys = self.keys.shape[1]
         window = window if window < num_keys else 0
         if window not in self.masks:  # the layers share it, because autograd would keep each
@@ -134,18 +88,27 @@ class CompletionRows:
         if k.requires_grad:  # gradients of tokens in several rows are summed, which needs float32
             k = at_least_fp32(k)
             v = at_least_fp32(v)
-        queries = take_rows(q, self.queries)
-        keys = take_rows(k, self.keys).to(q.dtype)
-        values = take_rows(v, self.keys).to(q.dtype)
-        return sdpa(queries, keys, values, self.masks[window])
+        queries = take_rows(q, self.queries).transpose(1, 2)
+        keys = take_rows(k, self.keys).transpose(1, 2).to(q.dtype)
+        values = take_rows(v, self.keys).transpose(1, 2).to(q.dtype)
+        return sdpa(queries, keys, values, self.masks[window]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Packing:
+class ScanRows:
+    """What a recurrence runs of the completions: all of their inputs, after the prompt's state."""
+
+    rows: Tensor  # [C, T] places of packed tokens; padding repeats the row's first token
+    prompts: Tensor  # [C] the causal row that each continues
+
+
+@dataclass(frozen=True)
+class Packing(Context):
     """The packed tokens of a micro-batch."""
 
     ids: Tensor  # [N] int64, the packed tokens
     positions: Tensor  # [N] int64, the position of each in its own text
+    parents: Tensor  # [N] int64, the packed token before each in its text; -1 for the first ones
     sources: Tensor  # [M] packed tokens whose next token is predicted
     targets: Tensor  # [M] that next token
     index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
@@ -153,28 +116,45 @@ class Packing:
     causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
     completion_rows: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
+    scan_rows: ScanRows | None  # None if no completion adds a token
+    unscan: Tensor  # [N] as `unpad`, in the causal rows and the scan rows
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
-        """`q [N, H, E]`, k and v `[N, K, E]` -> `[N, H, E]`; see `causal` for `window`."""
-        # padding is on the right, so causality hides it
-        rows = [take_rows(x, self.causal_rows) for x in (q, k, v)]
-        attended = [causal(window, *rows)]
+    def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attended = [attend_in_rows(self.causal_rows, window, q, k, v)]
         for added in self.completion_rows:
             attended.append(added.attend(q, k, v, window))
-        flat = [heads.transpose(1, 2).flatten(0, 1) for heads in attended]
-        return torch.cat(flat).index_select(0, self.unpad)
+        return torch.cat([rows.flatten(0, 1) for rows in attended]).index_select(0, self.unpad)
+
+    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+        # gradients of tokens before several others are summed, which needs float32
+        return take_previous(at_least_fp32(inputs), ancestors(self.parents, number))
+
+    def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
+        """Run a scan along each prompt, and from its end along each completion."""
+        run = partial(scan_rows, scan, inputs=at_least_fp32(inputs), positions=self.positions)
+        outputs, states = run(states=None, rows=self.causal_rows)
+        scanned = [outputs]
+        if self.scan_rows is not None:
+            states = states.index_select(0, self.scan_rows.prompts)
+            outputs, _ = run(states=states, rows=self.scan_rows.rows)
+            scanned.append(outputs)
+        return torch.cat([rows.flatten(0, 1) for rows in scanned]).index_select(0, self.unscan)
 
     @classmethod
     def of(cls, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> "Packing":
         """Join packed prompts, such as those of a micro-batch, on a device."""
         # 1. Places and predictions are counted through all prompts.
+        parents: list[np.ndarray] = []
         sources: list[np.ndarray] = []
         indices: list[np.ndarray] = []
         causal_rows: list[np.ndarray] = []
         added_rows: list[AddedRow] = []
+        scanned: list[np.ndarray] = []  # the tokens of each added row after its prompt
+        scanned_after: list[int] = []  # the causal row of that prompt
         num_tokens = 0
         num_predictions = 0
         for prompt in prompts:
+            parents.append(np.where(prompt.parents < 0, -1, prompt.parents + num_tokens))
             sources.append(prompt.sources + num_tokens)
             index = prompt.index + num_predictions
             indices.append(np.where(prompt.mask, index, 0))
@@ -183,6 +163,8 @@ class Packing:
                 queries = added.queries + num_tokens
                 keys = added.keys + num_tokens
                 added_rows.append(AddedRow(queries, keys))
+                scanned.append(keys[len(prompt.causal_rows[0]) :])
+                scanned_after.append(len(causal_rows) - 1)
             num_tokens += len(prompt.ids)
             num_predictions += len(prompt.sources)
         targets = [prompt.targets for prompt in prompts]
@@ -201,19 +183,24 @@ class Packing:
             last = positions[queries]
             completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
             padded_queries.append(queries)
-        # padding repeats the first token of its row, so the first place of a token is its own
-        all_queries = np.concatenate([queries.ravel() for queries in padded_queries])
-        _, unpad = np.unique(all_queries, return_index=True)
+        rows_of_scan = None
+        padded_scans = [padded_queries[0]]
+        if scanned:
+            padded_scans.append(_padded(scanned))
+            rows_of_scan = ScanRows(on_device(padded_scans[1]), on_device(scanned_after))
         return cls(
             ids=on_device(np.concatenate([prompt.ids for prompt in prompts])),
             positions=on_device(positions),
+            parents=on_device(np.concatenate(parents)),
             sources=on_device(np.concatenate(sources)),
             targets=on_device(np.concatenate(targets)),
             index=on_device(np.stack(indices)),
             mask=on_device(np.stack([prompt.mask for prompt in prompts])),
             causal_rows=on_device(padded_queries[0]),
             completion_rows=completion_rows,
-            unpad=on_device(unpad),
+            unpad=on_device(_first_places(padded_queries)),
+            scan_rows=rows_of_scan,
+            unscan=on_device(_first_places(padded_scans)),
         )
 
 
@@ -246,6 +233,7 @@ def pack_prompt(
     # 2. The packed tokens: of each text, those that no text before it begins with.
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
+    parents: list[np.ndarray] = []
     paths: list[np.ndarray] = []  # the places of each text's tokens
     sampled_after: list[np.ndarray] = []  # the place before each sampled token
     added_rows: list[AddedRow] = []
@@ -260,6 +248,7 @@ def pack_prompt(
         path = np.concatenate([shared, num_tokens - len(shared) + added])
         ids.append(text[added])
         positions.append(added)
+        parents.append(np.where(added > 0, path[added - 1], -1))
         paths.append(path)
         sampled_after.append(path[prompt_len - 1 + np.flatnonzero(mask[g])])
         queries = path[max(prompt_len, len(shared)) :]
@@ -278,6 +267,7 @@ def pack_prompt(
     return PackedPrompt(
         ids=np.concatenate(ids),
         positions=np.concatenate(positions),
+        parents=np.concatenate(parents),
         sources=sources[distinct],
         targets=targets[distinct],
         index=index,
@@ -295,6 +285,13 @@ def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
         padded[n] = row[0]
         padded[n, : len(row)] = row
     return padded
+
+
+def _first_places(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """The place of each packed token in the flattened and concatenated rows, `[N]`."""
+    # padding repeats the first token of its row, so the first place of a token is its own
+    _, places = np.unique(np.concatenate([row.ravel() for row in rows]), return_index=True)
+    return places
 
 
 def _split_by_length(added: Sequence[AddedRow]) -> list[Sequence[AddedRow]]:

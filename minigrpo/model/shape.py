@@ -1,7 +1,7 @@
 """The family and the sizes of a Transformer, which determine its function, as plain data."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
@@ -37,12 +37,55 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a layer."""
+
+    theta: PositiveFinite = 1e4  # the base of the frequencies
+    fraction: PositiveFinite = 1.0  # of each head, from its start; the rest is not rotated
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """A layer whose tokens attend to those before them."""
+
+    mixer: Literal["attention"] = "attention"
+    window: NonNegativeInt = 0  # tokens that a token sees, itself included; 0 means all before it
+    rope: Rope | None = None  # None: positions are learned, or the layer has none
+
+
+@dataclass(frozen=True)
+class ShortConvShape:
+    """A layer with a gated convolution along each text, as in LFM2."""
+
+    mixer: Literal["short_conv"] = "short_conv"
+    taps: PositiveInt = 3  # tokens that a token sees, itself included
+
+
+@dataclass(frozen=True)
+class GatedDeltaShape:
+    """A layer with a gated delta rule, whose state is a matrix per head of values."""
+
+    mixer: Literal["gated_delta"] = "gated_delta"
+    key_heads: PositiveInt = 16
+    value_heads: PositiveInt = 16  # a multiple of the key heads
+    key_dim: PositiveInt = 128  # size of a head
+    value_dim: PositiveInt = 128
+    taps: PositiveInt = 4  # of the convolution before it
+
+
+LayerShape = Annotated[
+    AttentionShape | ShortConvShape | GatedDeltaShape, Field(discriminator="mixer")
+]
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The family and the sizes of a decoder. hf.py checks the types of what it reads from files."""
 
     vocab_size: PositiveInt
     context: PositiveInt = 256  # number of positions
-    layers: PositiveInt = 4
+    layers: Annotated[tuple[LayerShape, ...], Field(min_length=1)] = (AttentionShape(),) * 4
     width: PositiveInt = 128
     heads: PositiveInt = 8
     family: str = "gpt2"  # a row of FAMILIES
@@ -50,9 +93,6 @@ class ModelShape:
     head_dim: NonNegativeInt = 0  # size of a head; 0 becomes width / heads
     mlp_width: NonNegativeInt = 0  # hidden size of the MLP; 0 becomes 4 * width
     norm_eps: PositiveFinite = 1e-5
-    rope_theta: FiniteFloat = 1e4  # base of the rotary positions
-    local_rope_theta: FiniteFloat = 0.0  # base in layers with a window; 0 means rope_theta
-    rope_scaling: RopeScaling | None = None
     tied: bool = True  # the output head is the token embedding
     attention_bias: bool = False  # all four projections have a bias
     mlp_bias: bool = False  # all layers of the MLP have a bias
@@ -61,8 +101,6 @@ class ModelShape:
     attention_size: NonNegativeInt = 0  # 0 means head_dim
     residual_multiplier: FiniteFloat = 1.0  # factor of the outputs of attention and MLP
     logits_divisor: PositiveFinite = 1.0
-    window: NonNegativeInt = 0  # tokens that a token sees, itself included; 0 means all before it
-    full_every: NonNegativeInt = 0  # distance between layers without a window; 0 means none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -78,19 +116,11 @@ class ModelShape:
         """The count of numbers per token and layer in the keys; the values have as many."""
         return self.kv_heads * self.head_dim
 
-    def window_of(self, layer: int) -> int:
-        """The window of a layer, or 0 if it has none."""
-        is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
-        return 0 if is_full else self.window
-
-    def rope_theta_of(self, layer: int) -> float:
-        """The base of a layer's rotary positions, or 0 if it does not rotate."""
-        every = self.family_row.unrotated
-        if self.family_row.is_gpt2 or (every and (layer + 1) % every == 0):
-            return 0.0
-        if self.window_of(layer) and self.local_rope_theta:
-            return self.local_rope_theta
-        return self.rope_theta
+    @property
+    def attention_layers(self) -> dict[int, AttentionShape]:
+        """The layers that attend, by their numbers."""
+        layers = enumerate(self.layers)
+        return {number: layer for number, layer in layers if isinstance(layer, AttentionShape)}
 
     @property
     def embedding_scale(self) -> float:

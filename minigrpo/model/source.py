@@ -28,6 +28,7 @@ from ..settings import FROM_PYTHON, INITIAL, SCRATCH, SHIPPED, TASKS, ModelConfi
 from ..text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from ..types import Warn
 from . import hf, lora
+from .config_json import SHAPES, read_shape
 from .shape import ModelShape, Size
 from .transformer import Transformer
 
@@ -177,7 +178,7 @@ class ModelSource:
         elif state is None:
             model = Transformer.from_pretrained(folder / hf.WEIGHTS)
         else:
-            model = Transformer(hf.SHAPES.validate_python(state["run"]["shape"]), seed=None)
+            model = Transformer(SHAPES.validate_python(state["run"]["shape"]), seed=None)
             model.load_state_dict(state["model"], assign=True)
         return model
 
@@ -257,7 +258,7 @@ class ModelSource:
         if self.base:
             fetch(self.name, hf.ADAPTER_FILE, self.commit)
         else:
-            hf.read_shape(read_json(path / CONFIG))  # a model that is refused costs no gigabytes
+            read_shape(read_json(path / CONFIG))  # a model that is refused costs no gigabytes
             fetch(self.name, "model*.safetensors", self.commit)
             if not hf.weight_files(path / hf.WEIGHTS):
                 raise ConfigError(f"{self.name}: has no safetensors, or they are not here")

@@ -14,11 +14,13 @@ from torch import nn
 from ..errors import refusing
 from ..hub import CONFIG
 from . import hf
+from .config_json import write_config
 from .linear import to_nf4
+from .roles import LARGE, roles
 from .shape import ModelShape
 
 # layers whose outputs are added to the residual stream; they start smaller
-INTO_RESIDUAL = ("c_proj.weight", "o_proj.weight", "down_proj.weight")
+INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
 class Weights(nn.Module):
@@ -38,15 +40,20 @@ class Weights(nn.Module):
         # 1. The standard deviation scales as 1/sqrt(width), and is GPT-2's 0.02 at width 768.
         shape = self.shape
         std = 0.02 * math.sqrt(768 / shape.width)
+        role = roles(self)
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
+            if role[name] == "bias":
                 parameter.zero_()
-            elif parameter.dim() == 2:
-                is_residual = name.endswith(INTO_RESIDUAL)
-                scale = 1 / math.sqrt(2 * shape.layers) if is_residual else 1.0
-                parameter.normal_(0.0, std * scale, generator=generator)
-            else:
+            elif role[name] == "scale":
                 parameter.fill_(1.0)
+            elif role[name] == "decay":
+                parameter.uniform_(0.0, math.log(16), generator=generator)
+            elif role[name] == "kernel":
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                is_residual = name.endswith(INTO_RESIDUAL)
+                scale = 1 / math.sqrt(2 * len(shape.layers)) if is_residual else 1.0
+                parameter.normal_(0.0, std * scale, generator=generator)
         if self.wpe is None:
             return
         # 2. The learned positions start as sinusoids. A fixed offset is then a rotation, which
@@ -83,9 +90,10 @@ class Weights(nn.Module):
 
         With nf4 the linear layers of blocks are frozen, and the other matrices are bfloat16.
         """
+        role = roles(self)
         for name, parameter in self.named_parameters():
-            precision = matrix_dtype if parameter.dim() == 2 else "float32"
-            if precision == "nf4" and name.startswith("h."):
+            precision = matrix_dtype if role[name] in LARGE else "float32"
+            if precision == "nf4" and role[name] == "matrix" and name.startswith("h."):
                 parameter.data = to_nf4(parameter.requires_grad_(False))
             else:
                 dtype = torch.get_default_dtype() if precision == "float32" else torch.bfloat16
@@ -112,5 +120,5 @@ class Weights(nn.Module):
         """Write a folder that `from_pretrained` of transformers and of this class loads."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save_pretrained(folder / hf.WEIGHTS, hf.FOR_TRANSFORMERS)
-        config = json.dumps(hf.write_config(self.shape), indent=1)
+        config = json.dumps(write_config(self.shape), indent=1)
         (folder / CONFIG).write_text(f"{config}\n")

@@ -11,18 +11,18 @@ R heads of queries (H = K * R), heads of size E, L layers.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.context import Context, Scan, TextRows, scan_rows, take_rows
 from ..model.linear import autocast_dtype, has_float32_products
 from ..model.logprobs import logits_of
-from ..model.packing import causal, take_rows
 from ..model.transformer import Transformer
-from .graphs import copy_into, next_size
+from .graphs import copy_into, copy_rows, next_size
+from .slot_states import SlotStates
 
 BLOCK = 64  # columns by which the used part of a cache grows
 
@@ -35,6 +35,7 @@ class Capacity(NamedTuple):
     slots: int
     slots_of_prompt: int
     columns: int  # new tokens of a slot
+    tokens: int  # of a slot in a step
 
 
 class Decoder:
@@ -55,9 +56,10 @@ class Decoder:
         self.own_kv = torch.empty(0)  # the slots' own tokens, [L, 2, B, K, columns, E]
         self.columns = 0  # columns of own_kv that are in use
 
-        longest_text = capacity.prompt_len + capacity.columns
-        windows = map(model.shape.window_of, range(model.shape.layers))
-        self.windows = [window if window < longest_text else 0 for window in windows]  # by layer
+        attending = model.shape.attention_layers
+        self.windows = {layer.window for layer in attending.values()}
+        self.place_in_cache = {number: place for place, number in enumerate(attending)}
+        self.states = SlotStates(self.most_slots, capacity.tokens, model.device)
 
         grid_size = self.most_prompts * self.pad_to(capacity.slots_of_prompt)
         layout_size = self.most_slots * (1 + self.heads) + grid_size * self.heads
@@ -117,8 +119,8 @@ class Decoder:
 
         # 2. Run them.
         ids = prompt_ids[:, :width].flatten().index_select(0, places)
-        attend = partial(self._attend_in_prompts, places, rows)
-        hidden = self.model.forward_hidden(ids, places % width, attend)
+        context = PromptContext(self, rows, places, prompt_len)
+        hidden = self.model.forward_hidden(ids, places % width, context)
 
         # 3. Add their slots.
         new_prompts = len(self.prompt_len) + np.arange(len(lengths))
@@ -126,23 +128,19 @@ class Decoder:
         self._arrange(np.append(self.prompt_len, lengths), prompt_of_slot)
         return logits_of(hidden[prompt_len.cumsum(0) - 1], self.head_weight)
 
-    def _attend_in_prompts(
-        self, places: Tensor, rows: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """Attend causally, and store keys and values."""
+    def store_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store a layer's keys and values of new prompts, `[P', Lp, K, E]`."""
         if not len(self.prompt_kv):
-            heads, size = k.shape[1:]
-            layers = self.model.shape.layers
+            heads, size = k.shape[2:]
+            layers = len(self.place_in_cache)
             prompt_len, columns = self.capacity.prompt_len, self.capacity.columns
             # Zeros, because attention gives unused places the weight 0, and 0 times a NaN is NaN.
             self.prompt_kv = k.new_zeros(layers, 2, self.most_prompts, heads, prompt_len, size)
             self.own_kv = k.new_zeros(layers, 2, self.most_slots, heads, columns, size)
-        q, k, v = (take_rows(x, rows) for x in (q, k, v))  # [P', H or K, Lp, E]
         first = len(self.prompt_len)
-        stored = self.prompt_kv[layer, :, first : first + len(k)]
-        stored[..., : k.shape[2], :] = torch.stack([k, v])
-        attended = causal(self.windows[layer], q, k, v)
-        return attended.transpose(1, 2).flatten(0, 1).index_select(0, places)
+        place = self.place_in_cache[layer]
+        stored = self.prompt_kv[place, :, first : first + len(k)]
+        stored[..., : k.shape[1], :] = torch.stack([k, v]).transpose(2, 3)
 
     def step(
         self,
@@ -162,11 +160,11 @@ class Decoder:
         """
         columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, W]
         positions = self.starts[:, None] + columns
-        masks = self._masks(columns, positions, num_columns)
-        attend = partial(self._attend, columns, masks)
+        self.states.begin(columns)
+        context = StepContext(self, columns, self._masks(columns, positions, num_columns))
         # Proposals may go past the context. They are never kept, but their positions must exist.
         positions = positions.clamp(max=self.model.shape.context - 1)
-        hidden = self.model.forward_hidden(tokens.flatten(), positions.flatten(), attend)
+        hidden = self.model.forward_hidden(tokens.flatten(), positions.flatten(), context)
         hidden = hidden.unflatten(0, tokens.shape)
         if last is not None:
             hidden = hidden.take_along_dim(last[:, None, None], dim=1)
@@ -181,7 +179,11 @@ class Decoder:
         sees_own = own <= columns[..., None]
         visible = torch.cat([sees_prompt, sees_own], dim=-1)
         masks = {0: ~visible[:, None, None]}
-        for window in {*self.windows} - {0}:
+        longest_text = self.capacity.prompt_len + self.capacity.columns
+        for window in self.windows - {0}:
+            if window >= longest_text:
+                masks[window] = masks[0]
+                continue
             age_in_prompt = positions[..., None] - in_prompt
             age_of_own = columns[..., None] - own
             is_old = torch.cat([age_in_prompt, age_of_own], dim=-1) >= window
@@ -194,27 +196,27 @@ class Decoder:
         self.columns = max(self.columns, min(in_blocks, self.capacity.columns))
         return self.columns
 
-    def _attend(
+    def attend(
         self,
-        columns: Tensor,
-        masks: Mapping[int, Tensor],
         layer: int,
+        columns: Tensor,
+        mask: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
         """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
-        mask = masks[self.windows[layer]]
+        place = self.place_in_cache[layer]
         num_slots, width = columns.shape
         num_columns = mask.shape[-1] - self.prompt_width
 
         # 1. Store the new keys and values.
         slots = torch.arange(num_slots, device=q.device)[:, None]
         new_kv = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
-        self.own_kv[layer][:, slots, :, columns] = new_kv
-        own_k, own_v = self.own_kv[layer, :, :num_slots, :, :num_columns]
+        self.own_kv[place][:, slots, :, columns] = new_kv
+        own_k, own_v = self.own_kv[place, :, :num_slots, :, :num_columns]
         num_prompts = self.grid_shape[0]
-        prompt_k, prompt_v = self.prompt_kv[layer, :, :num_prompts, :, : self.prompt_width]
+        prompt_k, prompt_v = self.prompt_kv[place, :, :num_prompts, :, : self.prompt_width]
 
         # 2. Attend to the prompt and to the slot's own tokens, in one softmax.
         q = q * q.shape[-1] ** -0.5
@@ -251,7 +253,8 @@ class Decoder:
 
         # 1. Copy the slots that another slot continues.
         copies = np.flatnonzero(sources != np.arange(len(sources)))
-        copy_rows(self.own_kv[..., : self.columns, :], sources[copies], copies)
+        copy_rows(self.own_kv[..., : self.columns, :], sources[copies], copies, dim=2)
+        self.states.copy(sources[copies], copies)
 
         # 2. Prompts without slots leave, and the last prompts move into the gaps: if 0, 2 and 3 of
         #    four prompts are still in use, prompt 3 moves to place 1.
@@ -259,7 +262,7 @@ class Decoder:
         used = np.unique(prompt_of_slot)
         gaps = np.setdiff1d(np.arange(len(used)), used)
         movers = used[used >= len(used)]
-        copy_rows(self.prompt_kv, movers, gaps)
+        copy_rows(self.prompt_kv, movers, gaps, dim=2)
         prompt_len = self.prompt_len.copy()
         prompt_len[gaps] = prompt_len[movers]
         new_place = np.arange(len(self.prompt_len))
@@ -275,8 +278,46 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return products.unflatten(0, k.shape[:2])
 
 
-def copy_rows(cache: Tensor, sources: np.ndarray, targets: np.ndarray) -> None:
-    """Copy rows of `[L, 2, rows, ..]` to other rows; all are read before any is written."""
-    if len(targets):
-        rows = torch.from_numpy(np.stack([sources, targets])).to(cache.device)
-        cache.index_copy_(2, rows[1], cache.index_select(2, rows[0]))
+class PromptContext(TextRows):
+    """The prompts that enter a decoder, whose keys, values and states it stores."""
+
+    def __init__(self, decoder: Decoder, rows: Tensor, places: Tensor, lengths: Tensor) -> None:
+        super().__init__(rows, places, places % rows.shape[1])
+        self.decoder = decoder
+        self.last = lengths.cumsum(0) - 1  # [P'] the last token of each prompt
+        self.first_slot = len(decoder.prompt_of_slot)
+
+    def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.decoder.store_prompts(layer, take_rows(k, self.rows), take_rows(v, self.rows))
+        return super().attend(layer, window, q, k, v)
+
+    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+        before = super().previous(layer, inputs, number)
+        with_last = torch.cat([before[self.last], inputs[self.last, None]], dim=1)
+        self.decoder.states.add_past(layer, self.first_slot, with_last[:, 1:])
+        return before
+
+    def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
+        outputs, states = scan_rows(scan, None, inputs, self.rows, self.positions)
+        self.decoder.states.add_states(layer, self.first_slot, states, inputs)
+        return outputs.flatten(0, 1).index_select(0, self.places)
+
+
+class StepContext(Context):
+    """The new tokens of all slots, at `columns [B, W]`; `masks` by window."""
+
+    def __init__(self, decoder: Decoder, columns: Tensor, masks: Mapping[int, Tensor]) -> None:
+        self.decoder = decoder
+        self.columns = columns
+        self.masks = masks
+
+    def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.decoder.attend(layer, self.columns, self.masks[window], q, k, v)
+
+    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+        in_slots = inputs.unflatten(0, self.columns.shape)
+        return self.decoder.states.previous(layer, in_slots, number).flatten(0, 1)
+
+    def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
+        in_slots = inputs.unflatten(0, self.columns.shape)
+        return self.decoder.states.recur(layer, scan, in_slots).flatten(0, 1)

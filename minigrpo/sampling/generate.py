@@ -78,7 +78,9 @@ class Generation:
         if self.drafts is not None:
             self.tokens_per_round += self.num_speculative_tokens
             self.drafts = pad(self.drafts.to(device), (0, 0, 0, 1))  # the padding row's draft too
-        columns = self.max_new_tokens + self.tokens_per_round
+        most_tokens = self.tokens_per_round  # that a slot runs at once
+        if self.dialogues is not None:
+            most_tokens = max(most_tokens, 1 + MOST_READ)
 
         # 1. Where tokens are run and stored.
         at_once = min(self.prompts_at_once, num_prompts)
@@ -87,9 +89,11 @@ class Generation:
             prompt_len=longest_prompt,
             slots=at_once * self.num_samples,
             slots_of_prompt=self.num_samples,
-            columns=columns if self.dialogues is None else columns + MOST_READ,
+            columns=self.max_new_tokens + most_tokens,
+            tokens=most_tokens,
         )
         self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
+        columns = self.max_new_tokens + self.tokens_per_round
         self.tables = Tables(num_sequences, columns, self.distribution.truncates, device)
         if self.uniforms is not None:
             numbers = torch.as_tensor(self.uniforms).flatten(0, 1)[:, : self.max_new_tokens]
@@ -169,7 +173,7 @@ class Generation:
             self._round(num_columns)
         else:
             sizes = len(self.running), len(self.representatives)
-            key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width
+            key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width, decoder.states.width
             self.graphs.run(key, lambda: self._round(usable))
         self.rounds += 1
         self.tokens += len(decoder.prompt_of_slot) * self.tokens_per_round

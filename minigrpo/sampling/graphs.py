@@ -29,6 +29,13 @@ def copy_into(buffer: Tensor, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
     return used.split([len(array) for array in arrays])
 
 
+def copy_rows(cache: Tensor, sources: np.ndarray, targets: np.ndarray, dim: int) -> None:
+    """Copy rows of a cache to other rows; all are read before any is written."""
+    if len(targets):
+        rows = torch.from_numpy(np.stack([sources, targets])).to(cache.device)
+        cache.index_copy_(dim, rows[1], cache.index_select(dim, rows[0]))
+
+
 def capturing() -> Callable[[Action], Action]:
     """A function that runs a round on the current CUDA device, and returns what runs it again."""
     pool = torch.cuda.graph_pool_handle()

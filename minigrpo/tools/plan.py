@@ -15,6 +15,7 @@ from ..config import Config, read_flags, settle
 from ..given import Given
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.lora import add_adapters
+from ..model.roles import LARGE, roles
 from ..model.source import ModelSource
 from ..model.transformer import ModelShape, Transformer
 from ..run.console import Console
@@ -38,11 +39,11 @@ def kept_by_block(
     """
     width, inner = shape.width, shape.heads * shape.head_dim
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if shape.family_row.is_gpt2 else 2)
+    norms = 2 * FLOAT * width * (1 if shape.family_row.norm == "layer" else 2)
     norms *= 2 if shape.family_row.norms == "both" else 1
     norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.family_row.qk_norm != "none")
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
-    inside_mlp = shape.mlp_width * (2 if shape.family_row.is_gpt2 else 4)
+    inside_mlp = shape.mlp_width * (2 if shape.family_row.gate == "none" else 4)
     linears = size * (2 * width + inner + inside_mlp)
     queries = 2 * size * inner + FLOAT * shape.heads
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
@@ -61,12 +62,14 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     tokens = prompts * prompt + predictions
     keys = tokens + prompts * group * prompt
     longest = prompt + length
-    windows = {min(shape.window_of(layer) or longest, longest) for layer in range(shape.layers)}
+    attending = shape.attention_layers.values()
+    windows = {min(layer.window or longest, longest) for layer in attending}
     masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
     kept = kept_by_block(shape, size, tokens, keys)
-    kept_by_all = kept * shape.layers
+    kept_by_all = kept * len(shape.layers)
     if memory.gradient_checkpointing:
-        kept_by_all = kept + FLOAT * shape.width * shape.layers * tokens  # and the blocks' inputs
+        inputs_of_blocks = FLOAT * shape.width * len(shape.layers) * tokens
+        kept_by_all = kept + inputs_of_blocks
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS["cuda"] // shape.vocab_size)
     rows = 3 * predictions  # log-softmax, and its gradient or the entropy
     if predictions > chunk:  # two buffers, later one and the gradient of the head
@@ -77,9 +80,11 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
     add_adapters(model, config.model.lora_rank, targets=config.model.lora_targets)
-    weights = list(model.parameters())
+    named = [*model.named_parameters()]
+    role = roles(model)
+    weights = [x for _, x in named]
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
-    matrices = sum(x.numel() for x in weights if x.dim() == 2 and x.itemsize == FLOAT)
+    matrices = sum(x.numel() for name, x in named if role[name] in LARGE and x.itemsize == FLOAT)
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     components = {
         "weights": sum(x.nbytes for x in weights),
@@ -97,7 +102,7 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     # 3. What sampling needs.
     prompts = memory.rollout_batch_size or sampling.prompts_per_step
     cached = prompts * (prompt + group * length)
-    components["KV cache"] = 2 * shape.layers * shape.kv_width * size * cached
+    components["KV cache"] = 2 * len(shape.layers) * shape.kv_width * size * cached
     # logits, log-probs, and what tokens are drawn from; top-p sorts them, with int64 indices
     numbers = 9 if sampling.top_p < 1 else 4
     components["decoding round"] = FLOAT * numbers * prompts * group * shape.vocab_size

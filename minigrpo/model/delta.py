@@ -1,0 +1,67 @@
+"""The gated delta rule (Yang et al., arXiv 2412.06464), a recurrence with a matrix as its state.
+
+A state `S [key size, value size]` of a text maps keys to values. A token lets it decay, and then
+corrects what its key finds there:
+
+    S = exp(log_decay) S
+    S = S + strength k^T (v - k S)      k and v are rows, k of length 1
+    output = q S
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens whose corrections are found by one triangular solve
+
+
+def unit(heads: Tensor) -> Tensor:
+    """Heads `[.., E]` of length 1; zeros stay zeros."""
+    return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the rule along C rows of T tokens, chunk by chunk.
+
+    Args:
+        q: queries `[C, H, T, K]`, and `k`, keys of the same shape.
+        v: values `[C, H, T, V]`.
+        log_decay: `[C, H, T]`, at most 0, and `strength`, in [0, 1].
+        states: `[C, H, K, V]`, before the first tokens.
+
+    Returns:
+        The outputs `[C, H, T, V]`, and the states after the last tokens.
+    """
+    # 1. Rows in n chunks of L tokens; padding changes no state.
+    length = q.shape[2]
+    size = min(CHUNK, length)
+    padding = -length % size
+    q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v))
+    log_decay, strength = (
+        F.pad(x, (0, padding)).unflatten(2, (-1, size)) for x in (log_decay, strength)
+    )
+
+    # 2. Within chunks. With D[i, j] the decay between tokens j <= i, the corrections U of a chunk
+    # that begins with the state S solve U = strength (V - decay K S - strictly lower(D K K^T) U).
+    since_start = log_decay.cumsum(-1)  # [C, H, n, L]
+    between = (since_start[..., :, None] - since_start[..., None, :]).tril().exp().tril()
+    decay = since_start.exp()[..., None]
+    weighted = k * strength[..., None]
+    corrections = (weighted @ k.mT) * between
+    wanted = torch.cat([v * strength[..., None], weighted * decay], dim=-1)
+    solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
+    from_values, from_keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    attention = (q @ k.mT) * between
+    to_end = (since_start[..., -1:] - since_start).exp()[..., None]
+    k_at_end = k * to_end
+
+    # 3. From chunk to chunk.
+    outputs = []
+    for n in range(q.shape[2]):
+        corrected = from_values[:, :, n] - from_keys[:, :, n] @ states
+        of_state = (q[:, :, n] * decay[:, :, n]) @ states
+        outputs.append(of_state + attention[:, :, n] @ corrected)
+        states = decay[:, :, n, -1:] * states + k_at_end[:, :, n].mT @ corrected
+    return torch.cat(outputs, dim=2)[:, :, :length], states
