@@ -108,6 +108,7 @@ def one_at_a_time(model: Transformer, prompt: list[int], u: Tensor | None, limit
     return ids[len(prompt) :]
 
 
+@pytest.mark.parametrize("model", ["gpt2", "grouped-query"], indirect=True)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_a_sample_depends_on_its_prompt_and_numbers_alone(model: Transformer, greedy: bool) -> None:
     for block in model.h:

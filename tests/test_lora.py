@@ -262,7 +262,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True).eval()
 
     logits, expected = ours.logits(IDS), theirs(IDS).logits
-    assert_close(logits, expected, rtol=0, atol=2e-4)
+    assert_close(logits, expected, rtol=1e-4, atol=2e-4)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -270,7 +270,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     for name in lora.trained_state(ours):
         stored = lora.peft_name(ours.shape, name)
         other = gradients.pop(stored.replace(".weight", ".default.weight"))
-        assert (ours.get_parameter(name).grad - other).norm() < 1e-4 * other.norm()
+        assert (ours.get_parameter(name).grad - other).norm() < 3e-4 * other.norm()
     assert not gradients
 
     lora.merge_adapters(ours).export(tmp_path / "merged")

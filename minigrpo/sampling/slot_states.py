@@ -29,9 +29,7 @@ class SlotStates:
         self.past: dict[int, Tensor] = {}  # [slots, n + most_tokens, C] n inputs, and the last ones
         self.states: dict[int, Tensor] = {}  # [slots, ..] before the last tokens
         self.inputs: dict[int, Tensor] = {}  # [slots, most_tokens, F] the last inputs
-
-    def _tables(self) -> list[dict[int, Tensor]]:
-        return [self.past, self.states, self.inputs]
+        self.tables = (self.past, self.states, self.inputs)
 
     def add_past(self, layer: int, first: int, past: Tensor) -> None:
         """Remember the last inputs `[P, n, C]` of prompts, for slots from `first` on."""
@@ -82,6 +80,6 @@ class SlotStates:
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slots to other slots."""
         copy_rows(self.columns, sources, targets, dim=0)
-        for table in self._tables():
+        for table in self.tables:
             for rows in table.values():
                 copy_rows(rows, sources, targets, dim=0)
