@@ -276,7 +276,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     lora.merge_adapters(ours).export(tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
-        assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-4)
+        assert_close(merged(IDS).logits, logits, rtol=1e-4, atol=2e-4)
 
 
 def started(

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from minigrpo import Config, Transformer
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
-from minigrpo.model.shape import ModelShape, Rope
+from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.source import ModelSource, shipped_model
 from minigrpo.tools import plan
 from minigrpo.tools.plan import MIB, components_of, peak_of
@@ -41,6 +41,13 @@ GEMMA3 = replace(
     layers=attending(3, window=20, rope=Rope()) + attending(1, rope=Rope()),
     tied=True,
 )
+DELTA = GatedDeltaShape(key_heads=2, value_heads=4, key_dim=24, value_dim=20)
+QWEN3_5 = replace(
+    GQA,
+    family="qwen3_5_text",
+    layers=(DELTA, DELTA, *attending(1, rope=Rope())),
+)
+LFM2 = replace(GQA, family="lfm2", layers=(ShortConvShape(), *attending(1, rope=Rope())))
 QWEN_7B = ModelShape(
     vocab_size=152_064,
     context=131_072,
@@ -148,6 +155,9 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
         (GQA, {"lora_rank": 4}),
         (GEMMA3, {}),
         (replace(GQA, family="olmo2"), {}),
+        (QWEN3_5, {}),
+        (LFM2, {}),
+        (QWEN3_5, {"gradient_checkpointing": True}),
         (replace(GQA, family="granitemoehybrid"), {}),
         (ModelShape(vocab_size=30_000, layers=attending(1), width=32), {}),
     ],

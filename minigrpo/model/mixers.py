@@ -216,7 +216,7 @@ class GatedDelta(nn.Module):
 
 
 # mixer of a LayerShape -> (its name in a block, its class)
-MIXERS: dict[str, tuple[str, Callable[[ModelShape, Any, int], nn.Module]]] = {
+MIXERS: dict[str, tuple[str, Callable[[ModelShape, Any, int], Any]]] = {
     "attention": ("attn", Attention),
     "short_conv": ("conv", ShortConv),
     "gated_delta": ("linear_attn", GatedDelta),

@@ -1,21 +1,29 @@
 """Does a training step fit my card? `minigrpo plan [flags of train]`.
 
-Every component is a closed form of the model's shape and of the tokens in a step, so no weights are
-read. It is the worst case, for one process on a GPU: completions share nothing but their prompt,
-and are as long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up
-to 2 GiB. The models that rewards ask are not counted, nor what lies in the memory of a CPU.
+Components follow from the model's shape and from the tokens in a step, so no weights are read. It
+is the worst case, for one process on a GPU: completions share nothing but their prompt, and are as
+long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up to 2 GiB.
+The models that rewards ask are not counted, nor what lies in the memory of a CPU.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
 from ..build import Job, make_tokenizer, resolve
 from ..config import Config, read_flags, settle
 from ..given import Given
+from ..model.context import TextRows
 from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from ..model.lora import add_adapters
+from ..model.mixers import MIXERS
 from ..model.roles import LARGE, roles
+from ..model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvShape
 from ..model.source import ModelSource
 from ..model.transformer import ModelShape, Transformer
 from ..run.console import Console
@@ -24,29 +32,51 @@ from ..text.encoding import encode_prompt
 
 MIB = 2**20
 FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
+IN_ROLLOUT = ("KV cache", "states", "decoding round")  # components
 CARD_SPARE = 2**30  # bytes for CUDA's context, about half of it, and gaps between allocations
 
 
 def kept_by_block(
-    shape: ModelShape,
-    size: int,
-    tokens: float,
-    keys: float,
+    shape: ModelShape, layer: LayerShape, size: int, tokens: float, keys: float, length: int
 ) -> float:
     """Bytes that autograd keeps of a block, of `size` bytes per number in activations.
 
-    Attention gathers `keys` for the tokens.
+    Attention gathers `keys` for the tokens; a recurrence runs completions of a `length`.
     """
     width, inner = shape.width, shape.heads * shape.head_dim
+    family = shape.family_row
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if shape.family_row.norm == "layer" else 2)
-    norms *= 2 if shape.family_row.norms == "both" else 1
-    norms += 2 * FLOAT * (inner + shape.kv_width) * (shape.family_row.qk_norm != "none")
+    norms = 2 * FLOAT * width * (1 if family.norm == "layer" else 2)
+    norms *= 2 if family.norms == "both" else 1
     # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
-    inside_mlp = shape.mlp_width * (2 if shape.family_row.gate == "none" else 4)
-    linears = size * (2 * width + inner + inside_mlp)
-    queries = 2 * size * inner + FLOAT * shape.heads
+    inside_mlp = shape.mlp_width * (2 if family.gate == "none" else 4)
+    linears = size * (2 * width + inside_mlp)
+    if not isinstance(layer, AttentionShape):
+        return tokens * (norms + linears + kept_by_state(shape, layer, length))
+    norms += 2 * FLOAT * (inner + shape.kv_width) * (family.qk_norm != "none")
+    queries = (5 if family.gates_attention else 3) * size * inner + FLOAT * shape.heads
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
+
+
+def kept_by_state(shape: ModelShape, layer: ShortConvShape | GatedDeltaShape, length: int) -> float:
+    """Bytes per token that autograd keeps of a mixer with a state, for a text of a `length`."""
+    kept: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+
+    with FakeTensorMode():  # tensors have no memory
+        _, make_mixer = MIXERS[layer.mixer]
+        mixer = make_mixer(shape, layer, 0)
+        hidden = torch.empty(length, shape.width, requires_grad=True)
+        places = torch.arange(len(hidden))
+        context = TextRows(places[None], places, places)
+        with saved_tensors_hooks(keep, lambda nothing: hidden):
+            mixer.project_out(mixer.mix(context, {}, *mixer.project_in(hidden)))
+        for tensor in (hidden, *mixer.parameters()):
+            kept.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in kept.values()) / len(hidden)
 
 
 def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
@@ -65,11 +95,13 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     attending = shape.attention_layers.values()
     windows = {min(layer.window or longest, longest) for layer in attending}
     masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
-    kept = kept_by_block(shape, size, tokens, keys)
-    kept_by_all = kept * len(shape.layers)
+    kept = {
+        layer: kept_by_block(shape, layer, size, tokens, keys, length) for layer in {*shape.layers}
+    }
+    kept_by_all = sum(kept[layer] for layer in shape.layers)
     if memory.gradient_checkpointing:
         inputs_of_blocks = FLOAT * shape.width * len(shape.layers) * tokens
-        kept_by_all = kept + inputs_of_blocks
+        kept_by_all = max(kept.values()) + inputs_of_blocks
     chunk = max(SMALLEST_CHUNK, MAX_LOGITS["cuda"] // shape.vocab_size)
     rows = 3 * predictions  # log-softmax, and its gradient or the entropy
     if predictions > chunk:  # two buffers, later one and the gradient of the head
@@ -102,7 +134,10 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     # 3. What sampling needs.
     prompts = memory.rollout_batch_size or sampling.prompts_per_step
     cached = prompts * (prompt + group * length)
-    components["KV cache"] = 2 * len(shape.layers) * shape.kv_width * size * cached
+    components["KV cache"] = 2 * len(shape.attention_layers) * shape.kv_width * size * cached
+    states = [x for x in shape.layers if isinstance(x, GatedDeltaShape)]
+    numbers_of_slot = sum(x.value_heads * x.key_dim * x.value_dim for x in states)
+    components["states"] = FLOAT * numbers_of_slot * prompts * group
     # logits, log-probs, and what tokens are drawn from; top-p sorts them, with int64 indices
     numbers = 9 if sampling.top_p < 1 else 4
     components["decoding round"] = FLOAT * numbers * prompts * group * shape.vocab_size
@@ -123,7 +158,7 @@ def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
 
 def peak_of(components: Mapping[str, float]) -> float:
     """The most bytes at once: in the rollout, or in the backward pass of a micro-batch."""
-    rollout = components.get("KV cache", 0) + components.get("decoding round", 0)
+    rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
     update = components["gradients"] + components["activations"] + components["logits"]
     return sum(components.values()) - min(rollout, update)
 
