@@ -71,6 +71,44 @@ LFM2 = {**SIZES, "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False}
     "layer_types": ["conv", "full_attention", "conv"],
     "norm_eps": 1e-4,
 }
+LFM3 = {**SIZES, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 5} | {
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 60,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+OLMO_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 3.0,
+    "beta_slow": 0.5,
+}
+OLMO3 = {**SIZES, "pad_token_id": 0}
+PHI3 = {
+    **SIZES,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 96,
+    "bos_token_id": 96,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 4.0, 9.0],
+    "original_max_position_embeddings": 56,
+}
 QWEN3_5 = {**SIZES, "num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0} | {
     "linear_num_key_heads": 3,
     "linear_num_value_heads": 3,
@@ -113,6 +151,11 @@ PUBLISHED = {
         "Lfm2Config",
         {**LFM2, "block_auto_adjust_ff_dim": True, "conv_L_cache": 5, "block_multiple_of": 16},
     ),
+    "lfm3": ("Lfm3Config", LFM3),
+    "ministral3": (
+        "Ministral3Config",
+        {**SIZES, "head_dim": 16, "rope_parameters": YARN, "pad_token_id": 0},
+    ),
     "mistral": (
         "MistralConfig",
         # it has no biases, whatever its file says
@@ -120,6 +163,14 @@ PUBLISHED = {
     ),
     "mistral, window": ("MistralConfig", {**SIZES, "sliding_window": 7}),
     "olmo2": ("Olmo2Config", {**SIZES, "rms_norm_eps": 1e-3, "pad_token_id": 0}),
+    "olmo3": ("Olmo3Config", {**OLMO3, "num_hidden_layers": 4, "sliding_window": 5}),
+    "olmo3, scaled": (
+        "Olmo3Config",
+        {**OLMO3, "layer_types": ["full_attention", *2 * ["sliding_attention"]]}
+        | {"sliding_window": 6, "rope_parameters": {"full_attention": OLMO_YARN}},
+    ),
+    "phi3": ("Phi3Config", {**PHI3, "sliding_window": 7}),
+    "phi3, long": ("Phi3Config", {**PHI3, "rope_parameters": LONGROPE}),
     "qwen2": (
         "Qwen2Config",
         {
@@ -378,7 +429,7 @@ REFUSED = {
     ],
     "qwen3": [
         {"model_type": "qwen3_moe"},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "su"}},  # version 4
         {"use_sliding_window": True},
         {"model_type": "mistral", "sliding_window": 4096},

@@ -254,6 +254,7 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
     make_theirs(name).save_pretrained(tmp_path / "base")
     ours = Transformer.from_pretrained(tmp_path / "base")
     of_family = {"gpt2": "c_attn", "granite 4": "q_proj,input_linear", "lfm2": "in_proj,w2"}
+    of_family |= {"lfm3": "g_proj,w2", "phi3": "qkv_proj,down_proj"}
     targets = of_family.get(name.split(",")[0], "q_proj,down_proj")
     lora.add_adapters(ours, rank=4, alpha=8, targets=targets if few else "")
     randomise(ours)

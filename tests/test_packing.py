@@ -18,7 +18,7 @@ from minigrpo.model.families import FAMILIES
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.logprobs import token_logprobs
 from minigrpo.model.packing import CompletionRows, Packing, pack
-from minigrpo.model.shape import AttentionShape, ModelShape, Rope, RopeScaling, ShortConvShape
+from minigrpo.model.shape import AttentionShape, Llama3Scaling, ModelShape, Rope, ShortConvShape
 from minigrpo.model.transformer import Transformer
 from minigrpo.text.encoding import to_completions
 from minigrpo.types import Completions
@@ -56,7 +56,7 @@ ROTATING = AttentionShape(rope=Rope())
 FAMILY_FIELDS = {
     "gpt2": {"kv_heads": 0, "layers": attending(2)},
     "llama": {
-        "layers": attending(2, rope=Rope(scaling=RopeScaling(8.0, 1.0, 4.0, 16))),
+        "layers": attending(2, rope=Rope(scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))),
         "attention_bias": True,
         "mlp_bias": True,
     },
@@ -69,6 +69,7 @@ FAMILY_FIELDS = {
         "logits_divisor": 2.0,
     },
     "lfm2": {"layers": (ShortConvShape(taps=4), ROTATING, ShortConvShape())},
+    "lfm3": {"layers": (ROTATING, ShortConvShape()), "head_dim": 8},
     "mistral": {"head_dim": 8, "layers": (NARROW, ROTATING), "tied": False},
     "qwen3": {"head_dim": 6, "tied": False},
     "qwen3_5_text": {"layers": (DELTA, DELTA, NARROW), "head_dim": 8},

@@ -3,6 +3,7 @@
 A model is refused if transformer.py would compute another function than the one that was trained.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,12 +13,14 @@ from pydantic import TypeAdapter
 from ..errors import refusing
 from ..hub import CONFIG
 from .families import CONVOLUTION, FAMILIES, FULL, OLD_WORDS, RECURRENT, WINDOWED, Family
-from .shape import GatedDeltaShape, ModelShape, ShortConvShape
+from .shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
 LOCAL_THETA = "rope_local_base_freq"  # of layers with a window
 # old name of a setting -> its name
 OLD_NAMES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+ORIGINAL = "original_max_position_embeddings"
+OLD_ROPE_TYPES = {"su": "longrope"}
 # setting with the distance between full layers -> what the others are
 INTERVALS = {"sliding_window_pattern": WINDOWED, "full_attention_interval": RECURRENT}
 # field of GatedDeltaShape -> setting
@@ -52,6 +55,11 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * fields["mlp_width"] / 3))
         fields["mlp_width"] = -(-width // multiple) * multiple
     layers = read_layers(config, family)
+    for layer in layers:
+        scaling = (layer.get("rope") or {}).get("scaling") or {}
+        if scaling.keys() & {"short_factor", "llama_4_scaling_beta"}:
+            # what is beyond the original context is computed otherwise
+            fields["context"] = min(fields["context"], scaling[ORIGINAL])
     return SHAPES.validate_python({**fields, "family": name, "layers": layers})
 
 
@@ -100,17 +108,37 @@ def read_rope(config: Mapping[str, Any], word: str) -> dict[str, Any]:
 
     Version 4 of transformers has fields, 5 `rope_parameters`, for some families one for each type.
     """
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    settings = settings.get(word, settings)
-    theta = settings.get("rope_theta", config["rope_theta"])
+    # 1. The settings of this type. Those of full layers alone are scaled in version 4.
+    settings: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if settings.keys() & {FULL, WINDOWED}:
+        settings = settings.get(word) or {}
+    elif word == WINDOWED and FULL in config.get("layer_types", ()):
+        settings = {}
+    theta = settings.get("rope_theta", config.get("rope_theta"))
     if word == WINDOWED:
         theta = settings.get("rope_theta", config.get(LOCAL_THETA, theta))
-    rope_type = settings.get("rope_type", settings.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope_type is {rope_type!r}, not default or llama3")
     fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    scaling = settings if rope_type == "llama3" else None
-    return {"theta": theta, "fraction": fraction, "scaling": scaling}
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    rope_type = OLD_ROPE_TYPES.get(rope_type, rope_type)
+    fields = {"theta": theta, "fraction": fraction, "is_proportional": rope_type == "proportional"}
+    if rope_type in ("default", "proportional"):
+        return fields
+
+    # 2. The scaling. What it multiplies rotated heads by may be left out.
+    scaling = {**settings, "rope_type": rope_type}
+    scaling.setdefault(ORIGINAL, config.get(ORIGINAL, config["max_position_embeddings"]))
+    original: int = scaling[ORIGINAL]
+    factor = scaling.setdefault("factor", config["max_position_embeddings"] / original)
+    if scaling.get("attention_factor") is None:
+        logarithm = math.log(max(factor, 1.0))
+        if rope_type == "longrope":
+            scaling["attention_factor"] = math.sqrt(1 + logarithm / math.log(original))
+        else:
+            of_all = scaling.get("mscale_all_dim") or 0.0
+            of_rotated = scaling.get("mscale") if of_all else 1.0
+            ratio = (1 + 0.1 * (of_rotated or 0.0) * logarithm) / (1 + 0.1 * of_all * logarithm)
+            scaling["attention_factor"] = ratio
+    return {**fields, "scaling": scaling}
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
@@ -126,6 +154,20 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **family.written,
     }
+
+
+def rope_settings(rope: Rope) -> dict[str, Any]:
+    """The settings of a Rope in version 5."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if rope.scaling:
+        scaling = asdict(rope.scaling)
+    if rope.is_proportional:
+        scaling["rope_type"] = "proportional"
+    if rope.fraction != 1:
+        scaling["partial_rotary_factor"] = rope.fraction
+    if "short_factor" in scaling:
+        scaling["long_factor"] = scaling["short_factor"]  # no context is so long that it is used
+    return {"rope_theta": rope.theta, **scaling}
 
 
 def write_layers(shape: ModelShape) -> dict[str, Any]:
@@ -152,10 +194,16 @@ def write_layers(shape: ModelShape) -> dict[str, Any]:
     attending = shape.attention_layers.values()
     ropes = {layer.window > 0: layer.rope for layer in attending if layer.rope}
     rope = ropes.get(False) or ropes[True]
-    written["rope_theta"] = rope.theta
-    written["rope_scaling"] = rope.scaling and {"rope_type": "llama3", **asdict(rope.scaling)}
-    if rope.fraction != 1:
-        written["partial_rotary_factor"] = rope.fraction
+    if family.ropes_by_type:
+        written["rope_parameters"] = {
+            WINDOWED if has_window else FULL: rope_settings(rope)
+            for has_window, rope in ropes.items()
+        }
+    else:
+        settings = rope_settings(rope)
+        written["rope_theta"] = settings.pop("rope_theta")
+        written["partial_rotary_factor"] = settings.pop("partial_rotary_factor", 1.0)
+        written["rope_scaling"] = settings if rope.scaling else None
     written["sliding_window"] = max(layer.window for layer in attending) or None
     if LOCAL_THETA in family.missing and True in ropes:
         written[LOCAL_THETA] = ropes[True].theta

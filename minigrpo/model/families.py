@@ -34,6 +34,15 @@ NAMES = {
     "head": "lm_head",
 }
 NAMES_AFTER = {"ln_1_after": "post_attention_layernorm", "ln_2_after": "post_feedforward_layernorm"}
+LFM_NAMES = NAMES | {
+    "ln_1": "operator_norm",
+    "ln_2": "ffn_norm",
+    "ln_f": "model.embedding_norm",
+    "mlp": "feed_forward",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
 # config.json's words for layers
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
@@ -62,7 +71,8 @@ class Family(NamedTuple):
     biases: Literal["none", "qkv", "all"] = "none"
     activation: Literal["silu", "gelu"] = "silu"  # in the MLP, of its gate if it has one
     gate: Literal["own", "fused", "none"] = "own"  # fused: one layer with what it multiplies
-    gates_attention: bool = False  # queries come with a gate of what they find
+    # a gate of what queries find: beside each query, or a number per head from a layer of its own
+    attention_gate: Literal["none", "query", "head"] = "none"
     scales_embeddings: bool = False  # embeddings are multiplied by the square root of the width
     # 2. What files say, and how.
     fields: Mapping[str, str] = FIELDS
@@ -74,6 +84,7 @@ class Family(NamedTuple):
     transposes: bool = False  # files have the weights of linear layers in blocks as [in, out]
     missing: Mapping[str, Any] = MISSING
     supported: Mapping[str, Sequence[object]] = SUPPORTED
+    ropes_by_type: bool = False  # rotary positions are written by the type of layers
     written: Mapping[str, object] = {}  # further settings that an export has
 
 
@@ -171,17 +182,10 @@ FAMILIES = {
         fields={**FIELDS, "norm_eps": "norm_eps"},
         layer_types=[FULL, CONVOLUTION],
         names={
-            **NAMES,
-            "ln_1": "operator_norm",
-            "ln_2": "ffn_norm",
-            "ln_f": "model.embedding_norm",
+            **LFM_NAMES,
             "o_proj": "out_proj",
             "q_norm": "q_layernorm",
             "k_norm": "k_layernorm",
-            "mlp": "feed_forward",
-            "gate_proj": "w1",
-            "up_proj": "w3",
-            "down_proj": "w2",
         },
         missing={
             "norm_eps": 1e-5,
@@ -195,6 +199,27 @@ FAMILIES = {
         supported={"conv_bias": [False]},
         written={"block_auto_adjust_ff_dim": False},  # the width is that of the weights
     ),
+    "lfm3": Family(
+        "Lfm3ForCausalLM",
+        qk_norm="head",
+        norms="both",
+        attention_gate="head",
+        fields={**FIELDS, **ATTENTION_BIAS, "norm_eps": "norm_eps"},
+        layer_types=[FULL, WINDOWED, CONVOLUTION],
+        names={**LFM_NAMES, "ln_1_after": "post_operator_norm", "ln_2_after": "post_ffn_norm"},
+        missing={"norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 7},
+        supported={
+            "conv_bias": [False],
+            "use_sandwich_norm": [True],
+            "use_attention_gate": [True],
+        },
+        ropes_by_type=True,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        missing={**MISSING, "rms_norm_eps": 1e-5},
+        supported={**SUPPORTED, "sliding_window": [None]},
+    ),
     "mistral": Family("MistralForCausalLM", has_window=True),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -204,13 +229,31 @@ FAMILIES = {
         names=NAMES | NAMES_AFTER,
         missing={**MISSING, "rms_norm_eps": 1e-5},
     ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        qk_norm="width",
+        norms="after",
+        fields=FIELDS | ATTENTION_BIAS,
+        layer_types=[FULL, WINDOWED],
+        has_window=True,
+        names=NAMES | NAMES_AFTER,
+        missing={**MISSING, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window_pattern": 4},
+        ropes_by_type=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        has_fused_qkv=True,
+        gate="fused",
+        has_window=True,
+        missing={**MISSING, "rms_norm_eps": 1e-5},
+    ),
     "qwen2": Family("Qwen2ForCausalLM", biases="qkv"),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", fields=FIELDS | ATTENTION_BIAS),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         qk_norm="head",
         norms_add_one=True,
-        gates_attention=True,
+        attention_gate="query",
         fields=FIELDS | ATTENTION_BIAS,
         layer_types=[FULL, RECURRENT],
         missing={**MISSING, "partial_rotary_factor": 0.25, "full_attention_interval": 4},

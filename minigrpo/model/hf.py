@@ -30,8 +30,11 @@ BUFFERS = r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)"
 # what a model has beside its text: towers for images, and heads for several tokens at once
 OTHER_PARTS = r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*|mtp\..*"
 SKIPPED = re.compile(f"{BUFFERS}|{OTHER_PARTS}")
-# the beginning of the names of a text model inside another one
-INSIDE = re.compile(r"^(model\.language_model\.|language_model\.model\.)")
+# a part of a stored name -> what transformers reads it as; the first is of a text model in another
+RENAMED = {
+    r"^(model\.language_model|language_model\.model)\.": "model.",
+    r"\.self_attn\.gate_proj\.": ".self_attn.g_proj.",
+}
 # Numbers of other types are not the weights themselves: their scales are stored apart.
 NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -101,8 +104,10 @@ def to_state(
     ours = {stored_name(shape, name): name for name in names}
     state: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
-        in_file = INSIDE.sub("model.", stored).removeprefix(shape.family_row.prefix)
-        name = ours.get(in_file, in_file)
+        for pattern, new in RENAMED.items():
+            stored = re.sub(pattern, new, stored)
+        stored = stored.removeprefix(shape.family_row.prefix)
+        name = ours.get(stored, stored)
         state[name] = converted(shape, name, tensor)
     head = state.get("lm_head.weight")
     embedding = state.get("wte.weight")

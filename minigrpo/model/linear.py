@@ -56,6 +56,10 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.mul_(scale).flatten(1)
 
 
+def times(x: Tensor, multiplier: float) -> Tensor:
+    return x if multiplier == 1 else x * multiplier
+
+
 class Linear(nn.Linear):
     """`nn.Linear`, computed in the precision of its input or of autocast."""
 

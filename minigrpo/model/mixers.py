@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .context import Context
 from .delta import gated_delta, unit
-from .linear import Linear
+from .linear import Linear, times
 from .logprobs import at_least_fp32
 from .roles import Role
 from .rotary import Rotations
@@ -28,10 +28,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         # in the precision of the input, or under autocast the cache of keys would double
         return super().forward(hidden.to(self.weight.dtype)).to(hidden.dtype)
-
-
-def times(x: Tensor, multiplier: float) -> Tensor:
-    return x if multiplier == 1 else x * multiplier
 
 
 class Mixer(Protocol):
@@ -64,16 +60,18 @@ class Attention(nn.Module):
         q_width = shape.heads * shape.head_dim
         kv_width = shape.kv_width
         self.widths = [q_width, kv_width, kv_width]
-        self.is_gated = family.gates_attention
+        self.gate = family.attention_gate
         self.is_fused = family.has_fused_qkv
         if self.is_fused:
             self.qkv_proj = Linear(shape.width, sum(self.widths), bias=qkv_bias)
         else:
-            gate_width = q_width if self.is_gated else 0
+            gate_width = q_width if self.gate == "query" else 0
             self.q_proj = Linear(shape.width, q_width + gate_width, bias=qkv_bias)
             self.k_proj = Linear(shape.width, kv_width, bias=qkv_bias)
             self.v_proj = Linear(shape.width, kv_width, bias=qkv_bias)
         self.o_proj = Linear(q_width, shape.width, bias=out_bias)
+        if self.gate == "head":
+            self.g_proj = Linear(shape.width, shape.heads, bias=False)
         # 2. The norms of queries and keys.
         norm: type[nn.Module] = nn.Identity if family.qk_norm == "none" else RMSNorm
         self.norms_width = family.qk_norm == "width"
@@ -89,9 +87,12 @@ class Attention(nn.Module):
             q = self.q_proj(hidden)
             k = self.k_proj(hidden)
             v = self.v_proj(hidden)
-        if self.is_gated:
+        if self.gate == "head":
+            gate = (self.g_proj(hidden)[..., None],)
+        if self.gate == "query":
             of_heads = q.unflatten(-1, (-1, 2, self.head_dim))
-            q, gate_of_heads = (x.flatten(1) for x in of_heads.unbind(2))
+            q, gate_of_heads = of_heads.unbind(2)
+            q = q.flatten(1)
             gate = (gate_of_heads,)
         if self.norms_width:
             q = self.q_norm(q)
@@ -109,8 +110,10 @@ class Attention(nn.Module):
             q = rotate(q)
             k = rotate(k)
         q = times(q, self.query_scale)
-        attended = context.attend(self.number, self.window, q, k, v).flatten(1)
-        return attended * gate[0].sigmoid() if gate else attended
+        attended = context.attend(self.number, self.window, q, k, v)
+        if gate:
+            attended = attended * gate[0].sigmoid()
+        return attended.flatten(1)
 
     def project_out(self, mixed: Tensor) -> Tensor:
         return self.o_proj(mixed)

@@ -1,13 +1,15 @@
 """Rotary positions: queries and keys are rotated by angles that grow with their position."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from .linear import times
 from .logprobs import at_least_fp32
-from .shape import Rope
+from .shape import Llama3Scaling, LongRope, Rope, YarnScaling
 
 Rotate = Callable[[Tensor], Tensor]  # [N, H, E] -> [N, H, E]
 Rotations = Mapping[Rope, Rotate]
@@ -18,10 +20,11 @@ def rotation(rope: Rope, head_dim: int, positions: Tensor) -> Rotate:
 
     The first half of what is rotated turns against the second, as in Llama's files.
     """
-    rotated_dim = int(head_dim * rope.fraction)
-    angles = positions[:, None, None] * frequencies(rope, rotated_dim, positions.device)
-    cos = angles.cos().repeat(1, 1, 2)  # [N, 1, E]
-    sin_of_half = angles.sin()
+    rotated_dim = rope.rotated_dim(head_dim)
+    angles = positions[:, None, None] * frequencies(rope, head_dim, positions.device)
+    factor = getattr(rope.scaling, "attention_factor", 1.0)
+    cos = times(angles.cos(), factor).repeat(1, 1, 2)  # [N, 1, E]
+    sin_of_half = times(angles.sin(), factor)
     sin = torch.cat([-sin_of_half, sin_of_half], dim=-1)
 
     def rotate(heads: Tensor) -> Tensor:
@@ -36,18 +39,43 @@ def rotation(rope: Rope, head_dim: int, positions: Tensor) -> Rotate:
 
 
 @cache  # without it, each forward would copy them to the device, for every decoded token
-def frequencies(rope: Rope, rotated_dim: int, device: torch.device) -> Tensor:
-    """Rotary frequencies `[rotated_dim / 2]` float32, in radians per position."""
-    numbers = torch.arange(0, rotated_dim, 2, dtype=torch.float32)
-    plain = 1.0 / rope.theta ** (numbers / rotated_dim)
-    scaling = rope.scaling
-    if scaling is None:
-        return plain.to(device)
-    original_context = scaling.original_max_position_embeddings
-    turns = original_context * plain / (2 * torch.pi)
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    plain_fraction = ((turns - low) / (high - low)).clamp(0, 1)
+def frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    """Rotary frequencies `[rotated size / 2]` float32, in radians per position."""
+    size = rope.rotated_dim(head_dim)
+    numbers = torch.arange(0, size, 2, dtype=torch.float32)
+    plain = 1.0 / rope.theta ** (numbers / size)
+    if rope.is_proportional:
+        plain[int(size * rope.fraction) // 2 :] = 0.0
+    match rope.scaling:
+        case None:
+            return plain.to(device)
+        case LongRope(short_factor=divisors):
+            return (plain / torch.tensor(divisors)).to(device)
+        case Llama3Scaling() as scaling:
+            turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
+            low = scaling.low_freq_factor
+            high = scaling.high_freq_factor
+            plain_fraction = ((turns - low) / (high - low)).clamp(0, 1)
+        case YarnScaling() as scaling:
+            low, high = yarn_range(scaling, rope.theta, size)
+            plain_fraction = 1 - ((numbers / 2 - low) / (high - low)).clamp(0, 1)
     scaled = plain / scaling.factor
     mixed = plain * plain_fraction + scaled * (1 - plain_fraction)
     return mixed.to(device)
+
+
+def yarn_range(scaling: YarnScaling, theta: float, size: int) -> tuple[float, float]:
+    """The numbers of the frequencies between which YaRN interpolates."""
+
+    def number_with(turns: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(theta))
+
+    low = number_with(scaling.beta_fast)
+    high = number_with(scaling.beta_slow)
+    if scaling.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
+    return low, high + (0.001 if low == high else 0.0)

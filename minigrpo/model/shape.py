@@ -23,7 +23,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3's scaling of rotary frequencies, for contexts longer than the original one, L.
 
     Wavelengths above `L / low_freq_factor` are multiplied by `factor`, wavelengths below
@@ -34,6 +34,38 @@ class RopeScaling:
     low_freq_factor: PositiveFinite
     high_freq_factor: PositiveFinite
     original_max_position_embeddings: PositiveInt
+    rope_type: Literal["llama3"] = "llama3"
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling (Peng et al., arXiv 2309.00071).
+
+    Frequencies with fewer than `beta_slow` turns in the original context are divided by `factor`,
+    those with more than `beta_fast` stay, and those in between are interpolated.
+    """
+
+    factor: PositiveFinite
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFinite = 32.0
+    beta_slow: PositiveFinite = 1.0
+    attention_factor: PositiveFinite = 1.0  # of what is rotated
+    truncate: bool = True  # interpolation begins and ends at whole numbers
+    llama_4_scaling_beta: FiniteFloat = 0.0  # of queries beyond the original context: none are here
+    rope_type: Literal["yarn"] = "yarn"
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (Ding et al., arXiv 2402.13753), up to the original context."""
+
+    short_factor: tuple[PositiveFinite, ...]  # divisors of the frequencies
+    original_max_position_embeddings: PositiveInt
+    attention_factor: PositiveFinite = 1.0
+    rope_type: Literal["longrope"] = "longrope"
+
+
+RopeScaling = Annotated[Llama3Scaling | YarnScaling | LongRope, Field(discriminator="rope_type")]
 
 
 @dataclass(frozen=True)
@@ -42,7 +74,13 @@ class Rope:
 
     theta: PositiveFinite = 1e4  # the base of the frequencies
     fraction: PositiveFinite = 1.0  # of each head, from its start; the rest is not rotated
+    # the whole head is rotated, but only this fraction of its pairs by an angle that is not 0
+    is_proportional: bool = False
     scaling: RopeScaling | None = None
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """The size of the part of a head that is rotated."""
+        return head_dim if self.is_proportional else int(head_dim * self.fraction)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .context import Context, TextRows
-from .linear import Linear, linear
+from .linear import Linear, linear, times
 from .logprobs import at_least_fp32, token_logprobs
-from .mixers import MIXERS, MLP, Mixer, make_norm, times
+from .mixers import MIXERS, MLP, Mixer, make_norm
 from .packing import Packing
 from .rotary import Rotations, rotation
 from .shape import ModelShape as ModelShape

@@ -54,7 +54,7 @@ def kept_by_block(
     if not isinstance(layer, AttentionShape):
         return tokens * (norms + linears + kept_by_state(shape, layer, length))
     norms += 2 * FLOAT * (inner + shape.kv_width) * (family.qk_norm != "none")
-    queries = (5 if family.gates_attention else 3) * size * inner + FLOAT * shape.heads
+    queries = (5 if family.attention_gate == "query" else 3) * size * inner + FLOAT * shape.heads
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
 
 
