@@ -24,7 +24,7 @@ from minigrpo.given import Given
 from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.model.packing import pack
-from minigrpo.model.shape import AttentionShape, ModelShape, Rope
+from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope
 from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards.functions import similarity
@@ -56,10 +56,19 @@ class Preset(NamedTuple):
 TINY = {"vocab_size": 512, "layers": (AttentionShape(),) * 4, "width": 128, "heads": 4}
 QWEN_494M = {"family": "qwen2", "vocab_size": 151936, "width": 896, "heads": 14, "kv_heads": 2}
 QWEN_494M |= {"mlp_width": 4864, "norm_eps": 1e-6, "layers": 24 * (AttentionShape(rope=Rope(1e6)),)}
+# A quarter of Qwen3-0.6B and of Qwen3.5-0.8B in width, of the same number of parameters.
+QWEN3 = {"family": "qwen3", "vocab_size": 4096, "width": 512, "heads": 8, "kv_heads": 4}
+QWEN3 |= {"head_dim": 128, "mlp_width": 1536, "layers": 11 * (AttentionShape(rope=Rope(1e6)),)}
+QWEN3_5 = {"family": "qwen3_5_text", "vocab_size": 4096, "width": 512, "heads": 4, "kv_heads": 1}
+DELTA = GatedDeltaShape(key_heads=8, value_heads=8)
+GATED = AttentionShape(rope=Rope(1e7, fraction=0.25))
+QWEN3_5 |= {"head_dim": 256, "mlp_width": 1792, "layers": 2 * (DELTA, DELTA, DELTA, GATED)}
 EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
 TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
 PRESETS = {
     "tiny": Preset(TINY, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 80}),
+    "qwen3-small": Preset(QWEN3, 256, {**EIGHT_BY_EIGHT, "max_new_tokens": 128}),
+    "qwen3.5-small": Preset(QWEN3_5, 256, {**EIGHT_BY_EIGHT, "max_new_tokens": 128}),
     # For the peers benchmark alone, because the cache of grpo.py has no grouped queries.
     "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
 }
@@ -105,7 +114,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 class WorkFlags(Outputs):
     """The flags that choose a job."""
 
-    preset: Literal["tiny", "qwen2.5-0.5b"] = "tiny"
+    preset: Literal["tiny", "qwen3-small", "qwen3.5-small", "qwen2.5-0.5b"] = "tiny"
     """tiny: 4 layers, width 128, 512 tokens."""
     natural: bool = False
     """The default job with its own model, prompts and rewards; completions end with end of text."""

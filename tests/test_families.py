@@ -24,12 +24,12 @@ from minigrpo.build import resolve
 from minigrpo.model import hf
 from minigrpo.model.config_json import read_shape
 from minigrpo.model.hf import stored_name
-from minigrpo.model.shape import ModelShape, Rope
+from minigrpo.model.shape import AttentionShape, ModelShape, Rope
 from minigrpo.model.source import ModelSource, fit_vocab
 from minigrpo.model.transformer import Transformer
 from minigrpo.text.tokenizer import load_tokenizer
 
-from .steps import SHAPES, attending
+from .steps import DELTA, SHAPES, attending
 from .tiny import ROOT, check_golden, golden, read_json, refused
 
 State = dict[str, Tensor]
@@ -419,6 +419,25 @@ def write(folder: Path, change: Callable[[State], Any] = lambda state: None) -> 
     change(state)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_of_a_model_with_images_is_read(tmp_path: Path, prefix: str) -> None:
+    """Its settings are inside others, and its files also have a vision tower and a further head."""
+    shape = replace(SHAPES["hybrid"], layers=(DELTA, AttentionShape(rope=Rope(fraction=0.25))))
+    model = Transformer(shape, seed=3)
+    model.export(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    outer = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    file = tmp_path / "model.safetensors"
+    stored = {name.replace("model.", prefix, 1): x for name, x in load_file(file).items()}
+    for name in ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight"):
+        stored[name] = torch.ones(2)
+    save_file(stored, file, metadata={"format": "pt"})
+    found = Transformer.from_pretrained(tmp_path)
+    assert found.shape == shape
+    assert torch.equal(found.logits(IDS % 12), model.logits(IDS % 12))
 
 
 REFUSED = {
