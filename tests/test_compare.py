@@ -16,6 +16,8 @@ from minigrpo.tools.compare import differences, runs_by_setting
 from .test_tools import call
 from .tiny import toml, write_jsonl
 
+COSTS = {"step_time": 0.5, "memory/peak_mib": 9.0}  # of a step
+
 
 def write_run(
     folder: Path,
@@ -31,7 +33,7 @@ def write_run(
     """
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(toml(Config.of(**settings), a="1"))
-    metrics = [{"step": step, "reward": step / 3, "step_time": 0.5} for step in (1, 2, 3)]
+    metrics = [{"step": step, "reward": step / 3, **COSTS} for step in (1, 2, 3)]
     write_jsonl(folder / "metrics.jsonl", metrics)
     share = float(np.mean(right))
     evaluations = [

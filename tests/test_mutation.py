@@ -18,16 +18,11 @@ from hypothesis import strategies as st
 
 from minigrpo.config import Config
 from minigrpo.model import hf
-from minigrpo.run.reading import read_run
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.tokenizer import load_tokenizer
-from minigrpo.tools import cli, report
-from minigrpo.tools.compare import differences
-from minigrpo.tools.doctor import diagnose
+from minigrpo.tools import cli
 
 from . import tiny
-from .test_compare import write_run
-from .test_report import held_out, sample
 from .test_tools import call
 from .tiny import ask
 
@@ -103,18 +98,6 @@ def read_tokenizer(folder: Path) -> None:
     assert all(0 <= number < tokenizer.n_vocab for number in tokenizer.encode("add 12 é"))
 
 
-def make_run(folder: Path) -> None:
-    run = write_run(folder / "run", [1, 0] * 5)
-    tiny.write_jsonl(run / "samples.jsonl", [sample(10, "a"), held_out(3, 0, "b")])
-
-
-def read_the_run(folder: Path) -> None:
-    runs = [read_run(folder / "run", print)]
-    diagnose(runs[0])
-    report.report_command([str(folder / "run"), "--out", str(folder / "page.html")], "report")
-    differences(runs, runs)
-
-
 Read = Callable[[Path], Any]
 INPUTS = {
     "settings": (make_settings, "a.toml", read_settings),
@@ -122,7 +105,6 @@ INPUTS = {
     "config.json": (tiny.tiny_chat_model, "config.json", read_model),
     "tokenizer.json": (tiny.tiny_chat_model, "tokenizer.json", read_tokenizer),
     "tokenizer_config.json": (tiny.tiny_chat_model, "tokenizer_config.json", read_tokenizer),
-    "run": (make_run, "run/*", read_the_run),
 }
 
 

@@ -15,7 +15,7 @@ from minigrpo.statistics import wilson
 from minigrpo.tools import cli
 from minigrpo.tools.report import MAX_SAMPLES, figures_of, plot_curve, samples_of
 
-from .test_compare import write_run
+from .test_compare import COSTS, write_run
 from .test_doctor import made_up
 from .tiny import toml, write_jsonl
 
@@ -29,6 +29,8 @@ def sample(step: int, text: str, **more: Any) -> dict[str, Any]:
     return {
         "step": step,
         "source": "train",
+        "index": 0,
+        "messages": [],
         "prompt": f"question {step}",
         "truth": "42",
         "completion": text,
@@ -62,12 +64,12 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     run = run_with_samples(tmp_path / "a<b>&", [odd, held_out(3, 0, HOSTILE)])
     printable = "".join(filter(str.isprintable, HOSTILE))
     metric = f"rewards/{printable}/mean"
-    write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5}])
+    write_jsonl(run / "metrics.jsonl", [{"step": 1, metric: 0.5, **COSTS}])
     (run / "eval.jsonl").unlink()
     config = Config.of(group_size=8, task_args={"x": HOSTILE.replace("\ud800", "")})
     (run / "config.toml").write_text(toml(config))
     page = page_of(run)
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 3
     assert not re.search(r"<script|<img|<[^>]* on\w+=", page)
     shown = html.unescape(page)
     assert "</script><script>alert(1)</script>" in shown
@@ -91,7 +93,7 @@ def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:
     run = run_with_samples(tmp_path / "long", records)
     (run / "eval.jsonl").unlink()
     names = [f"rewards/{i}/mean" for i in range(3)]
-    metrics = [{"step": i, **dict.fromkeys(names, i % 7)} for i in range(1, 5001)]
+    metrics = [{"step": i, **COSTS, **dict.fromkeys(names, i % 7)} for i in range(1, 5001)]
     write_jsonl(run / "metrics.jsonl", metrics)
     page = page_of(run)
     assert len(page) < 2e6

@@ -53,7 +53,7 @@ def to_json(record: LogLine, indent: int | None = None) -> str:
 
 
 def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any]]:
-    """The objects with a step in a log, or none if there is no file. A damaged line is left out.
+    """The objects in a log, or none if there is no file. A damaged line is left out.
 
     The last line may be incomplete, because a run is writing it or was killed while it did.
     """
@@ -61,13 +61,10 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            records.append(json.loads(line))
         except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-        elif line and number < len(lines):
-            warn(f"{path}, line {number}: damaged, left out")
+            if number < len(lines):
+                warn(f"{path}, line {number}: damaged, left out")
     return records
 
 

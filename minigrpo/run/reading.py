@@ -38,12 +38,11 @@ class Run:
     @property
     def headlines(self) -> list[Estimate]:
         """The headline of each evaluation, sampled. A fraction has Wilson's interval."""
-        numbers = {record["step"]: record.get("n", 0) for record in self.evaluations}
-        estimates = []
-        for step, value in self.curve(EVAL + self.success + SAMPLED).items():
-            is_fraction = self.success != REWARD and 0 <= value <= 1 <= numbers[step]
-            estimates.append(wilson(value, numbers[step]) if is_fraction else Estimate(value))
-        return estimates
+        name = self.success + SAMPLED
+        evaluations = [record for record in self.evaluations if name in record]
+        if self.success == REWARD:
+            return [Estimate(record[name]) for record in evaluations]
+        return [wilson(record[name], record["n"]) for record in evaluations]
 
     def curve(self, name: str) -> dict[float, float]:
         """The values of a metric by step. EVAL before its name makes it one of the evaluations."""
@@ -57,7 +56,7 @@ class Run:
         costs = []
         for name in ("step_time", "memory/peak_mib"):
             values = self.curve(name).values()
-            costs.append(f"{median(values):.3g}" if values else "")
+            costs.append(f"{median(values):.3g}")
         steps = str(self.metrics[-1]["step"])
         return [self.name, steps, held_out[0], held_out[-1], *costs]
 
@@ -74,19 +73,9 @@ def read_run(folder: Path, warn: Warn) -> Run:
 
 
 def _read_numbers(path: Path, warn: Warn) -> list[LoggedNumbers]:
-    """The numbers of the lines of a log. A line whose step is no number is left out."""
-    lines = [finite_numbers(line) for line in read_jsonl(path, warn)]
-    return [line for line in lines if "step" in line]
-
-
-def finite_numbers(record: object) -> dict[str, float]:
-    """The numbers of a JSON object that numpy can hold, by names that can be printed.
-
-    A value that is not an object has none.
-    """
-    pairs = record.items() if isinstance(record, dict) else ()
-    numbers = {name: x for name, x in pairs if type(x) in (int, float) and abs(x) < 2**63}
-    return {name: x for name, x in numbers.items() if name.isprintable()}
+    """The lines of a log, without values that were not finite."""
+    lines = read_jsonl(path, warn)
+    return [{name: x for name, x in line.items() if x is not None} for line in lines]
 
 
 def differing(sides: Sequence[Mapping[str, object]]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from pydantic import Field
 from ..metrics import SAMPLED
 from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
-from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing, finite_numbers
+from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing
 from ..run.run_dir import MACHINE
 from ..statistics import Difference, difference
 from ..types import REWARD
@@ -89,8 +89,8 @@ def last_answers(run: Run) -> defaultdict[str, Answers]:
     answers = defaultdict[str, Answers](dict)
     for place, line in enumerate(read_jsonl(run.folder / HELD_OUT)):
         for decoding, ending in (("sampled", SAMPLED), ("greedy", "")):
-            for measure, value in finite_numbers(line.get(decoding)).items():
-                answers[measure + ending][place, str(line.get("example"))] = value
+            for measure, value in line[decoding].items():
+                answers[measure + ending][place, line["example"]] = value
     return answers
 
 

@@ -104,8 +104,8 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
     for source, keys in (("train", ["step"]), ("held_out", ["index", "prompt", "messages"])):
         groups: dict[str, list[LogLine]] = {}
         for line in lines:
-            if line.get("source") == source:
-                group = str([line.get(key) for key in keys])
+            if line["source"] == source:
+                group = str([line[key] for key in keys])
                 groups.setdefault(group, []).append(line)
         last_groups[source] = [*groups.values()][-MAX_SAMPLES:]
     return last_groups
