@@ -68,15 +68,6 @@ def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any
     return records
 
 
-def append(path: Path, text: str) -> None:
-    """Add lines to a file. A last line that has no end, as after a full disk, gets one first."""
-    with open(path, "ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            text = "\n" + text
-        file.write(text.encode())
-
-
 class RunLog:
     """The logs of a run. Only the main process opens them; until then nothing is written."""
 
@@ -107,10 +98,7 @@ class RunLog:
                     for line in kept
                 ]
         self.charts = dict(trackers)
-        try:
-            self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
-        except Exception as error:  # a full disk, or a file in the way
-            self.warn(f"tensorboard failed, training continues without it ({error})")
+        self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write(METRICS, step, [metrics])
@@ -135,9 +123,9 @@ class RunLog:
             return
         self.check()
         lines = "".join(to_json({"step": step, **record}) for record in records)
-        write = write_text if mode == "w" else append
         try:
-            write(self.folder / name, lines)
+            with open(self.folder / name, mode, encoding="utf-8") as file:
+                file.write(lines)
         except OSError as error:
             self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
 
@@ -197,10 +185,6 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
 
 def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
     """Log the answers of an evaluation, and the completions of its first prompts."""
-    for reward, scores in greedy.rewards.scores.items():
-        num_failed = scores.failed.sum() + drawn.rewards.scores[reward].failed.sum()
-        if num_failed:  # eval.jsonl does not tell
-            log.warn(f"evaluation at step {step}: {reward} failed on {num_failed} completions")
     samples = []
     for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
         right = graded.right
