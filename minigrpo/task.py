@@ -41,8 +41,6 @@ class Task:
     # environment and tools of completions with several turns, see turns/
     environment: type[Any] | None = None
     tools: Sequence[Callable[..., Any]] = ()
-    # 64-bit hashes of the training and the held-out questions, None if a seed makes the questions
-    questions: tuple[np.ndarray, np.ndarray] | None = None
 
     def train(self, number: int) -> Example:
         """Training example `number`, a pure function of (seed, number), in shuffled order."""

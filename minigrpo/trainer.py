@@ -95,7 +95,7 @@ class Trainer:
         self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.
         facts = {"tokenizer": job.tokenizer.fingerprint, "shape": asdict(self.model.shape)}
-        self.run_dir = RunDir(folder, config, dist, console, facts, job.task.questions, checksums)
+        self.run_dir = RunDir(folder, config, dist, console, facts, checksums)
         self.run_dir.open(self.learner.load_state_dict)
         self.log: RunLog | None = None  # opened by the first step
         self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first

@@ -26,6 +26,7 @@ from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.rng import uniforms
 from minigrpo.run.logging import read_jsonl
 from minigrpo.sampling import generate as generate_module
+from minigrpo.tasks import splits
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.chat import Chat
 from minigrpo.text.encoding import encode_prompt
@@ -817,13 +818,14 @@ def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:
     ("world", "number"), [(EnvironmentSet.of(Shop), 4), (EnvironmentSet.of(None, weather), 2)]
 )
 def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told(
-    world: EnvironmentSet, number: int
+    world: EnvironmentSet, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tools alone are told nothing."""
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
-    questions = begun(world, *rows, {"prompt": "Sell.", "price": 5}).questions
-    assert questions
-    assert sum(map(len, questions)) == number
+    questions = set[str]()
+    monkeypatch.setattr(splits, "is_held_out", questions.add)
+    begun(world, *rows, {"prompt": "Sell.", "price": 5})
+    assert len(questions) == number
 
 
 # --- chat templates -------------------------------------------------------------------------------

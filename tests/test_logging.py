@@ -256,7 +256,7 @@ def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker
 
     def opened() -> RunDir:
         console = Console(quiet=True)
-        run_dir = RunDir(folder, config, DistContext(), console, {}, None, {})
+        run_dir = RunDir(folder, config, DistContext(), console, {}, {})
         run_dir.open(pytest.fail)
         return run_dir
 

@@ -34,7 +34,7 @@ from minigrpo.rng import stream
 from minigrpo.run import logging
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
-from minigrpo.run.run_dir import Questions, RunDir, choose_folder, trained_on
+from minigrpo.run.run_dir import RunDir, choose_folder
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import ConfigError
 from minigrpo.userfiles import load_file
@@ -101,7 +101,6 @@ class Run:
 
     def start(
         self,
-        questions: Questions = None,
         checksums: Mapping[str, str] = {},
         **facts: Any,
     ) -> "Run":
@@ -111,7 +110,6 @@ class Run:
             DistContext(),
             self.console,
             {**FACTS, **facts},
-            questions,
             dict(checksums),
         )
         self.run_dir.open(self.learner.load)
@@ -509,12 +507,11 @@ def finished(folder: Path, steps: int = 3, **changes: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    "left", ["config.toml", "metrics.jsonl", "checkpoints", "model.safetensors", "trained_on.npy"]
+    "left", ["config.toml", "metrics.jsonl", "checkpoints", "model.safetensors"]
 )
 def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
     finished(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").write_text("weights")
-    (tmp_path / "run" / "trained_on.npy").write_text("hashes")
     for path in (tmp_path / "run").iterdir():
         if path.name != left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -676,16 +673,6 @@ def test_a_full_disk_ends_the_run_only_at_its_last_save(tmp_path: Path) -> None:
     assert len(run.said) == 3
     run.save(required=False)
     assert whole(tmp_path / "run") == [2]
-
-
-def test_a_run_keeps_what_it_and_the_model_it_began_from_were_trained_on(tmp_path: Path) -> None:
-    hashes = np.arange(10, dtype=np.uint64)
-    base = Run(tmp_path / "base", "").start((hashes[:4], hashes[4:]))
-    run = Run(tmp_path / "run", "", model=str(tmp_path / "base"))
-    run.start((hashes[6:8], hashes[:2]))
-    assert trained_on(tmp_path / "run").tolist() == [0, 1, 2, 3, 6, 7]
-    assert len(run.said) == 1
-    assert not base.said
 
 
 def test_runs_of_a_second_have_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

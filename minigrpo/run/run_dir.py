@@ -2,7 +2,7 @@
 
     config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json
     model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
-    checkpoints/step_NNNNNN/  trained_on.npy  hung_call.txt  tensorboard/  profile/  track_id
+    checkpoints/step_NNNNNN/  hung_call.txt  tensorboard/  profile/  track_id
 
 A folder belongs to one run: `--resume auto` goes on in it, and a branch from an earlier step needs
 another folder. So a start removes nothing but log lines of steps that it makes again. A checkpoint
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakSet
 
-import numpy as np
 import tomli_w
 import torch
 
@@ -43,18 +42,16 @@ from ..optimizer import learning_rate_at
 from ..runtime.distributed import DistContext
 from ..runtime.hangs import tracing
 from ..settings import places
-from ..types import ConfigError, Warn
+from ..types import ConfigError
 from ..userfiles import files_read, sha256_of
 from .console import Console
 from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
 
 SUMMARY = "summary.json"
-TRAINED_ON = "trained_on.npy"
 LOCK = ".lock"
 # a folder with any of these holds a run or a model, which a new run would replace
-WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE, TRAINED_ON)
+WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE)
 MACHINE = ("torch", "threads", "processes", "gpu")  # what may change the bits of a run
-Questions = tuple[np.ndarray, np.ndarray] | None  # see `Task.questions`
 # The open files of LOCK. A lock lasts until each process that has inherited the file has closed it,
 # so one that users' code forks would keep the folder locked when this one has been killed.
 locked = WeakSet[TextIO]()
@@ -78,7 +75,6 @@ class RunDir:
     dist: DistContext
     console: Console
     facts: Mapping[str, object]  # plain values that a resume must find unchanged
-    questions: Questions
     checksums: dict[str, str]  # see `record_checksum`; a reward adds those of its models later
 
     def __post_init__(self) -> None:
@@ -186,12 +182,6 @@ class RunDir:
             write_text(self.path / RECORD, tomli_w.dumps(tables))
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
-            model = self.config.model.name
-            warn_of_known_questions(model, self.questions, self.console.warn)
-            before = trained_on(Path(model))
-            hashes = np.union1d(before, self.questions[0] if self.questions else before)
-            if len(hashes):
-                write_atomically(self.path / TRAINED_ON, lambda aside: np.save(aside, hashes))
 
         try:
             self.dist.on_main(begin)
@@ -243,17 +233,3 @@ class RunDir:
             if required:
                 raise RunFailed(message) from error
             self.console.warn(message)
-
-
-def trained_on(run: Path) -> np.ndarray:
-    """Sorted 64-bit hashes of the questions that a run's model has seen; empty if not known."""
-    file = run / TRAINED_ON
-    return np.load(file) if file.is_file() else np.zeros(0, dtype=np.uint64)
-
-
-def warn_of_known_questions(model: str, questions: Questions, warn: Warn) -> None:
-    """Say how many held-out questions a run, or the one that it began from, was trained on."""
-    held_out = questions[1] if questions else np.zeros(0)
-    known = np.isin(held_out, trained_on(Path(model))).sum()
-    if known:
-        warn(f"{model} has seen {known} of {len(held_out)} held-out questions: scores are too good")

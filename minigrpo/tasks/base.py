@@ -37,7 +37,6 @@ class SourceTask(Task):
         self.about = source.about
         self.num_held_out = source.num_held_out
         self.num_known = source.num_known
-        self.questions = source.questions
         self.speculate = source.speculate
 
     def ask(self, example: Example, number: int, split: str) -> Example:

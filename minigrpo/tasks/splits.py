@@ -7,7 +7,7 @@ in an evaluation, however many rows ask it.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -73,7 +73,6 @@ class Rows(Task):
             self.about += f"; {num_copies} more rows ask one of these, and are left out"
         if not evaluated or (data and not trained):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
-        self.questions = (_hashes(row.question for row in trained), _hashes(evaluated))
 
     def read(self, files: Files, argument: str = "data") -> list[Row]:
         """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
@@ -127,11 +126,6 @@ def _places(files: Files, argument: str) -> Iterator[tuple[str, bytes | Record]]
 @lru_cache(maxsize=4)
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return stream(seed, "pairs", epoch).permutation(n)
-
-
-def _hashes(questions: Iterable[str]) -> np.ndarray:
-    """`[n]` uint64, the sorted hashes of n different questions."""
-    return np.unique(np.fromiter(map(hash64, questions), np.uint64))
 
 
 def hash64(text: str) -> int:

@@ -1,6 +1,5 @@
 """The commands on a model: `minigrpo evaluate`, `sample` and `export`."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from ..model.transformer import Transformer
 from ..rewards.scorer import RewardScorer
 from ..run.console import Console
 from ..run.logging import to_json
-from ..run.run_dir import TRAINED_ON, warn_of_known_questions
 from ..runtime.device import Precision, pick_device, set_up_process
 from ..sampling.pick import Distribution
 from ..sampling.sampler import Sampler
@@ -109,7 +107,6 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     config = config_of(arguments, given | {"eval_size": arguments.n})
     console = Console()
     opened = OpenedModel.of(config, console)
-    warn_of_known_questions(arguments.run, opened.job.task.questions, console.warn)
     measures = measure(opened.sampler, opened.scorer).measures
     run = config.run
     console.say(f"{arguments.run}: {measures['n'].value:.0f} held-out examples, seed {run.seed}")
@@ -214,9 +211,6 @@ def export_command(argv: Sequence[str], prog: str) -> None:
     out.mkdir(parents=True)  # an error if it is there
     model.export(out)
     tokenizer.save(out)
-    trained_on = Path(arguments.run) / TRAINED_ON  # for honest evaluations of the exported model
-    if trained_on.is_file():
-        shutil.copyfile(trained_on, out / TRAINED_ON)
     args = config.model.chat_args
     note = f"; give its chat template what it was trained with: {args}" if args else ""
     console.say(f"{arguments.run} -> {out}{note}")
