@@ -6,7 +6,6 @@ The page is one file that loads nothing else, made from report.html.j2, with fig
 Several runs share each figure.
 """
 
-import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from io import StringIO
@@ -28,13 +27,6 @@ from .doctor import RunArguments, diagnose
 BESIDE = ("step", "n")  # numbers of the logs that are not curves
 MAX_POINTS = 100  # of a curve, where more points are averaged with their neighbours
 MAX_SAMPLES = 24  # the last groups of training, and as many held-out prompts
-# the curves of each section, without those of the sections before it
-PANELS = {
-    "Held out": ("eval/*",),
-    "Training": ("reward", "rewards/*", "completions/*", "entropy", "kl"),
-    "Cost": ("step_time", "time/*", "memory/*"),
-    "Also logged": ("*",),
-}
 
 
 def plot_curve(
@@ -76,23 +68,19 @@ def plot_curve(
         figure.savefig(out, dpi=200)
 
 
-def figures_of(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The figures of each section as SVG, without curves that are missing or always 0."""
-    undrawn = dict[str, None]()  # the names of the curves, as `Run.curve` takes them
+def figures_of(runs: Sequence[Run]) -> list[str]:
+    """A figure of each curve as SVG, of evaluations first, without curves that are always 0."""
+    curves = dict[str, None]()  # their names, as `Run.curve` takes them
     for run in runs:
-        for prefix, log in (("", run.metrics), (EVAL, run.evaluations)):
+        for prefix, log in ((EVAL, run.evaluations), ("", run.metrics)):
             for line in log:
                 names = [name for name, value in line.items() if value and name not in BESIDE]
-                undrawn |= {prefix + name: None for name in names}
-    figures = defaultdict[str, list[str]](list)
-    by_name = {run.name: [run] for run in runs}
-    for section, patterns in PANELS.items():
-        for pattern in patterns:
-            for curve in fnmatch.filter([*undrawn], pattern):
-                del undrawn[curve]  # a curve has one figure
-                svg = StringIO()
-                plot_curve(by_name, curve, svg)
-                figures[section].append(svg.getvalue())
+                curves |= {prefix + name: None for name in names}
+    figures = []
+    for curve in curves:
+        svg = StringIO()
+        plot_curve({run.name: [run] for run in runs}, curve, svg)
+        figures.append(svg.getvalue())
     return figures
 
 
@@ -100,13 +88,11 @@ def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
     lines = read_jsonl(run.folder / SAMPLES, warn)
     last_groups = {}
-    # prompts of equal texts may have different messages
-    for source, keys in (("train", ["step"]), ("held_out", ["index", "prompt", "messages"])):
-        groups: dict[str, list[LogLine]] = {}
+    for source, key in (("train", "step"), ("held_out", "index")):
+        groups = defaultdict[int, list[LogLine]](list)
         for line in lines:
             if line["source"] == source:
-                group = str([line[key] for key in keys])
-                groups.setdefault(group, []).append(line)
+                groups[line[key]].append(line)
         last_groups[source] = [*groups.values()][-MAX_SAMPLES:]
     return last_groups
 
