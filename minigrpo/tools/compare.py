@@ -1,6 +1,6 @@
 """Tell what differs between runs, and whether the difference is more than chance.
 
-minigrpo compare RUN RUN ... [--pool] [--plot curves.png]
+minigrpo compare RUN RUN ... [--pool]
 
 It prints the settings that differ, the first and the last evaluation of each run, and paired tests:
 each run against the first one, example by example, by the answers in held_out.jsonl. With --pool
@@ -12,17 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tyro
-from pydantic import Field
 
 from ..metrics import SAMPLED
 from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
-from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing
+from ..run.reading import OVERVIEW_COLUMNS, Run, differing
 from ..run.run_dir import MACHINE
 from ..statistics import Difference, difference
 from ..types import REWARD
 from .doctor import RunArguments
-from .report import plot_curve
 
 Runs = Sequence[Run]  # of one setting: they differ in their seed at most
 Example = tuple[int, str]  # the place of its line in held_out.jsonl, and its digest
@@ -97,8 +95,6 @@ def last_answers(run: Run) -> defaultdict[str, Answers]:
 class CompareArguments(RunArguments):
     pool: bool = False
     """Take runs that differ in their seed alone as one setting."""
-    plot: str = Field("", pattern=r"^$|\.(png|svg|pdf)$")
-    """Draw the held-out success of all settings here (PNG, SVG or PDF); needs matplotlib."""
 
 
 def compare_command(argv: Sequence[str], prog: str) -> None:
@@ -133,7 +129,3 @@ def compare_command(argv: Sequence[str], prog: str) -> None:
                 ]
             )
         console.table(f"{name} against {base}: {how}", COLUMNS, rows)
-
-    if arguments.plot:
-        plot_curve(settings, EVAL + base_runs[0].success + SAMPLED, arguments.plot)
-        console.say(f"wrote {arguments.plot}")
