@@ -38,7 +38,6 @@ from ..model.hf import ADAPTER_FILE, WEIGHTS
 from ..model.lora import adapters, peft_files
 from ..model.source import RECORD
 from ..model.transformer import Transformer
-from ..optimizer import learning_rate_at
 from ..runtime.distributed import DistContext
 from ..runtime.hangs import tracing
 from ..settings import places
@@ -100,7 +99,7 @@ class RunDir:
             checkpoint = self.dist.on_main(self._lock_and_choose)
             if checkpoint:
                 state = load_checkpoint(checkpoint)
-                self._compare(state["run"], state["step"])
+                self._compare(state["run"])
                 load(state)
                 self.continued = checkpoint.parent.parent
                 if self.continued == self.path:
@@ -143,7 +142,7 @@ class RunDir:
         if not is_ours:
             raise RunFailed(f"{self.path}: was removed, renamed or replaced while the run went on")
 
-    def _compare(self, then: Mapping[str, Any], step: int) -> None:
+    def _compare(self, then: Mapping[str, Any]) -> None:
         """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
@@ -156,11 +155,7 @@ class RunDir:
             change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
             if name not in may_differ | self.machine.keys():
                 raise ConfigError(change)
-            effect = "bits may differ"
-            if name == "max_steps":  # the learning rate is a function of the step and of this
-                before = learning_rate_at(step, self.config.replace(max_steps=then[name]))
-                rate = learning_rate_at(step, self.config)
-                effect = f"the learning rate goes on at {rate:g} instead of {before:g}"
+            effect = "the learning rate follows it" if name == "max_steps" else "bits may differ"
             warn(f"{change}: {effect}")
         for name, before in then["contents"].items():
             now = self.contents.get(name) or sha256_of(name)  # users' code may import it later

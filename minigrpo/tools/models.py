@@ -24,7 +24,7 @@ from ..sampling.pick import Distribution
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
 from ..text.tokenizer import Tokenizer
-from ..types import EXACT, Warn
+from ..types import Warn
 from .cli import printable
 
 
@@ -166,13 +166,11 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
 
 def show(console: Console, graded: Graded) -> None:
     """Print prompts, answers, and each completion or dialogue with its reward."""
-    # only an answer that a right completion equals is certainly the known one
-    name = "answer" if graded.success == EXACT else "reference"
     right = graded.right
     rewards = graded.rewards
     for p, example in enumerate(graded.examples):
         lines = [f"prompt      {example.prompt}"]
-        lines += [f"{name:<10}  {example.answer}"] if example.answer else []
+        lines += [f"reference   {example.answer}"] if example.answer else []
         for g, text in enumerate(graded.texts[p]):
             for message in text.messages:
                 speaker = message["role"] if text.is_dialogue else "completion"
