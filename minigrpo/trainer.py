@@ -98,7 +98,7 @@ class Trainer:
         self.run_dir = RunDir(folder, config, dist, console, facts, checksums)
         self.run_dir.open(self.learner.load_state_dict)
         self.log: RunLog | None = None  # opened by the first step
-        self.evaluations: list[dict[str, float]] = []  # of the whole run, oldest first
+        self.evaluations: list[dict[str, Any]] = []  # of the whole run, oldest first
         self.stop_request = StopRequest(console.warn)
 
     def _make_batches(self) -> SupervisedBatches | RolloutBatches:

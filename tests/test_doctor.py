@@ -66,7 +66,6 @@ FAULTS = [  # of each rule in turn
     {"kl": np.geomspace(0.001, 5, STEPS)},
     {"sampling/logp_difference_mean": between(0.01, 0.01)},
     {},
-    {"skipped_steps": rare},
 ]
 FAULTY = [
     made_up(HEALTHY | fault, FALLING if rule.series == HEADLINES else EVALUATED)

@@ -343,7 +343,7 @@ class Folder(RuleBasedStateMachine):
             file = files[which % len(files)]
             of_checkpoint = file.parent.name.startswith("step_")
             self.harmed.add(file.parent.name if of_checkpoint else file.name)
-            damage(file, how)
+            damage(file, "truncate" if file.suffix == ".jsonl" and how == "flip" else how)
 
     @precondition(lambda self: not self.run and whole(self.folder))
     @rule(at=st.integers(1, 30), which=st.integers(0, 9), by_step=st.booleans())

@@ -17,7 +17,6 @@ held_out.jsonl has the greedy answers of the last evaluation, which `minigrpo co
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -77,7 +76,7 @@ class RunLog:
         self.check = check
         self.folder: Path | None = None
         self.charts: dict[str, Any] = {}  # TensorBoard and a tracker, by name
-        self.evaluated: list[dict[str, float]] = []  # the lines of eval.jsonl
+        self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl
 
     def open(
         self,
@@ -93,10 +92,7 @@ class RunLog:
             kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
             if name == EVALUATIONS:
-                self.evaluated = [
-                    {key: math.nan if value is None else value for key, value in line.items()}
-                    for line in kept
-                ]
+                self.evaluated = kept
         self.charts = dict(trackers)
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
 

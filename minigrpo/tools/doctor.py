@@ -124,13 +124,6 @@ RULES = (
         "The model has got worse, or the reward pays for something else.",
         "Lower --learning-rate to a third, and keep the checkpoint nearest to the best evaluation.",
     ),
-    Rule(
-        "skipped_steps",
-        lambda values, run: values.any(),
-        "Steps were skipped, because their loss or gradient was not finite.",
-        "Lower --learning-rate, or use --no-use-amp.",
-        fewest=1,
-    ),
 )
 
 
