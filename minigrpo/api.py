@@ -15,7 +15,6 @@ from .runtime.distributed import DistContext
 from .runtime.signals import REASONS
 from .settings import expanded
 from .text.encoding import messages_of
-from .tools.train import fit
 from .trainer import Callback, Trainer
 from .turns.environments import EnvironmentSet
 
@@ -72,7 +71,9 @@ def train(
     objects = {name: x for name, x in given.items() if name not in names}
     dist = joined_processes()
     trainer = Trainer(checked, dist=dist, quiet=quiet, callbacks=callbacks, **objects)
-    summary = fit(trainer, why)
+    if why:
+        trainer.console.say(why)
+    summary = trainer.fit()
     if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
         raise KeyboardInterrupt(f"{summary['exit_reason']}: saved in {trainer.run_dir.path}")
     return TrainedRun(trainer, summary)

@@ -343,6 +343,7 @@ class Folder(RuleBasedStateMachine):
             file = files[which % len(files)]
             of_checkpoint = file.parent.name.startswith("step_")
             self.harmed.add(file.parent.name if of_checkpoint else file.name)
+            # JSON with a flipped bit may still be JSON, with another key
             damage(file, "truncate" if file.suffix == ".jsonl" and how == "flip" else how)
 
     @precondition(lambda self: not self.run and whole(self.folder))
