@@ -117,13 +117,9 @@ def printable(text: str) -> str:
 
 
 def _function(name: str) -> Callable[[list[str], str], None]:
-    """The function of a command. `benchmark` is in a checkout's benchmarks/, or in a wheel."""
-    if name != "benchmark":
-        place = "models" if name in ("evaluate", "sample", "export") else name
-        module = import_module(f"{__package__}.{place}")
-        return getattr(module, f"{name}_command")
-    checkout = Path(__file__).parents[2]
-    if not (checkout / "pyproject.toml").is_file():
+    """The function of a command. An installation has a checkout's benchmarks/ under a long name."""
+    if name == "benchmark":
         return import_module("minigrpo_benchmarks.cli").main
-    sys.path.insert(0, str(checkout))  # the command may be started from another folder
-    return import_module("benchmarks.cli").main
+    place = "models" if name in ("evaluate", "sample", "export") else name
+    module = import_module(f"{__package__}.{place}")
+    return getattr(module, f"{name}_command")
