@@ -150,8 +150,6 @@ class RunDir:
         for name, now in self.identity.items():
             if then.get(name) == now:
                 continue
-            if name in self.facts:
-                raise ConfigError(f"--resume: the {name} is not the one that the run began with")
             change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
             if name not in may_differ | self.machine.keys():
                 raise ConfigError(change)
