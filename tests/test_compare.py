@@ -99,14 +99,6 @@ def test_only_the_examples_that_both_were_asked_are_compared(tmp_path: Path) -> 
     assert compared(a, other) == {}
 
 
-def test_rewards_that_are_weighted_differently_are_not_compared(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", [1, 0])
-    b = write_run(tmp_path / "b", [1, 0])
-    weighted = write_run(tmp_path / "c", [1, 0], reward_weights="similarity=1")
-    assert compared(a, b).keys() == {"exact", "exact_sampled", "reward", "reward_sampled"}
-    assert compared(a, weighted).keys() == {"exact", "exact_sampled"}
-
-
 def test_runs_are_paired_by_their_seeds(tmp_path: Path) -> None:
     first = read(seeds(tmp_path, "a", [[1, 0], [1, 1], [0, 0]]))
     second = read(seeds(tmp_path, "b", [[0, 0], [0, 1], [1, 1]]))

@@ -19,7 +19,6 @@ from ..run.logging import HELD_OUT, read_jsonl
 from ..run.reading import OVERVIEW_COLUMNS, Run, differing
 from ..run.run_dir import MACHINE
 from ..statistics import Difference, difference
-from ..types import REWARD
 from .doctor import RunArguments
 
 Runs = Sequence[Run]  # of one setting: they differ in their seed at most
@@ -27,7 +26,6 @@ Example = tuple[int, str]  # the place of its line in held_out.jsonl, and its di
 Answers = dict[Example, float]  # values of a measure
 # settings that a comparison ignores
 BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
-REWARD_SETTINGS = ("task", "task_args", "rewards", "reward_weights")  # what makes the reward
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
@@ -49,20 +47,15 @@ def settings_that_count(run: Run) -> dict[str, object]:
 def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     """Each measure that both settings have, tested on the held-out examples that they share.
 
-    Runs of equal seeds are pairs. If there are none, runs are paired in their order. Rewards are
-    tested only if both settings make them in the same way.
+    Runs of equal seeds are pairs. If there are none, runs are paired in their order.
     """
-    settings = first[0].config.flat()
-    other_settings = second[0].config.flat()
-    is_reward_alike = all(settings[name] == other_settings[name] for name in REWARD_SETTINGS)
     pairs = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
     pairs = pairs or list(zip(first, second, strict=False))
     answers = [(last_answers(one), last_answers(other)) for one, other in pairs]
     tests = {}
     for measure in dict.fromkeys(measure for one, _ in answers for measure in one):
         values = [(one[measure], other[measure]) for one, other in answers]
-        is_alike = is_reward_alike or measure not in (REWARD, REWARD + SAMPLED)
-        if is_alike and any(one.keys() & other.keys() for one, other in values):
+        if any(one.keys() & other.keys() for one, other in values):
             tests[measure] = paired_test(values)
     return tests
 
