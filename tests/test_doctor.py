@@ -63,7 +63,6 @@ FAULTS = [  # of each rule in turn
     {"completions/clipped_ratio": between(0.1, 0.5)},
     {"entropy": between(0.5, 0.01)},
     {"entropy": between(0.5, 3)},
-    {"kl": np.geomspace(0.001, 5, STEPS)},
     {"sampling/logp_difference_mean": between(0.01, 0.01)},
     {},
 ]

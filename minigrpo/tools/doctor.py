@@ -106,12 +106,6 @@ RULES = (
         "Look at samples.jsonl, lower --learning-rate, or add --kl-coef 0.01.",
     ),
     Rule(
-        "kl",
-        lambda values, run: at_last(values) > max(0.1, 4 * at_first(values)),
-        "The KL to the initial model has grown fourfold, beyond 0.1 nats per token.",
-        "Lower --learning-rate or raise --kl-coef, unless the held-out measure still rises.",
-    ),
-    Rule(
         "sampling/logp_difference_mean",
         lambda values, run: at_last(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
@@ -147,8 +141,7 @@ def print_findings(console: Console, run: Run) -> None:
     findings = diagnose(run)
     extent = f"in {len(run.metrics)} steps"
     if not findings:
-        advice = f"; trends need {FEWEST_STEPS}" if len(run.metrics) < FEWEST_STEPS else ""
-        console.say(f"doctor: no findings {extent}{advice}")
+        console.say(f"doctor: no findings {extent}; trends need {FEWEST_STEPS}")
         return
     console.say(f"\ndoctor: findings {extent}")
     for rule, seen in findings:
