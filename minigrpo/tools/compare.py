@@ -25,7 +25,7 @@ Runs = Sequence[Run]  # of one setting: they differ in their seed at most
 Example = tuple[int, str]  # the place of its line in held_out.jsonl, and its digest
 Answers = dict[Example, float]  # values of a measure
 # settings that a comparison ignores
-BESIDE = {"seed", "out_dir", "resume", "stop_after", "keep_last", "profile", "track"}
+BESIDE = {"seed", "keep_last", "profile", "track"}
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
