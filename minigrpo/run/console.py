@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -72,7 +71,6 @@ class Console:
         self.quiet = quiet or rank > 0
         self.rank = rank
         self.warned = set[str]()
-        self.estimates_by_step: dict[int, Mapping[str, Estimate]] = {}  # of the evaluations
 
     def say(self, text: str) -> None:
         """Print a line to stdout, unless quiet. A live bar moves below it."""
@@ -162,22 +160,10 @@ class Console:
 
     def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:
         """Say the headline of an evaluation, sampled and greedy."""
-        self.estimates_by_step[step] = estimates
         greedy = headline(estimates)
         sampled = greedy + SAMPLED
         shown = f"{sampled} {estimates[sampled]}, {greedy} {estimates[greedy]}"
         self.say(f"held out, step {step}: {shown}")
-
-    def measures(self, evaluations: Mapping[str, Mapping[str, float | Estimate]]) -> None:
-        """Print the measures of evaluations, each in a column with its name."""
-        rows = []
-        for name in dict.fromkeys(chain(*evaluations.values())):
-            if name not in ("step", "n"):
-                values = [evaluation.get(name, math.nan) for evaluation in evaluations.values()]
-                cells = [str(x if isinstance(x, Estimate) else Estimate(x)) for x in values]
-                rows.append([name, *cells])
-        title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
-        self.table(title, ["", *evaluations], rows)
 
     def finish(self, folder: Path, summary: LogLine) -> None:
         """Say how a run ended, and what to type next."""
@@ -188,11 +174,5 @@ class Console:
                 f"continue: minigrpo train --config {folder}/config.toml --out-dir {folder} "
                 "--resume auto (of a script: run it again with resume='auto')"
             )
-        else:
-            columns: dict[str, Mapping[str, float | Estimate]] = {}
-            for values in (summary["first_evaluation"], summary["last_evaluation"]):
-                step = int(values["step"])  # those of before a resume have no intervals here
-                columns[f"step {step}"] = self.estimates_by_step.get(step) or values
-            self.measures(columns)
         more = f"minigrpo doctor {folder} | minigrpo sample {folder} [--prompt TEXT]"
         self.say(f"next: minigrpo report {folder} | {more}")

@@ -13,7 +13,7 @@ from ..config import Config, read_flags, read_toml
 from ..evaluate import complete_prompt, grade, held_out_examples, measure
 from ..given import Given
 from ..guard import NonFiniteGuard
-from ..metrics import Graded
+from ..metrics import SAMPLED, Graded
 from ..model.source import RECORD, ModelSource
 from ..model.transformer import Transformer
 from ..rewards.scorer import RewardScorer
@@ -110,7 +110,9 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     measures = measure(opened.sampler, opened.scorer).measures
     run = config.run
     console.say(f"{arguments.run}: {measures['n'].value:.0f} held-out examples, seed {run.seed}")
-    console.measures({"": measures})
+    title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
+    rows = [[name, str(estimate)] for name, estimate in measures.items() if name != "n"]
+    console.table(title, ["", ""], rows)
     if arguments.json_file:
         figures = {
             "model": arguments.run,
