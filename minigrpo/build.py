@@ -27,7 +27,6 @@ from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
 from .types import ConfigError, Warn
 
-CHESS_FILES = (".pgn", ".pgn.gz")  # --task auto: what only chess-env reads
 MODELS = "model", "reference", "teacher"  # the settings that name models
 
 
@@ -60,8 +59,7 @@ def _task_of(config: Config, given: Given) -> dict[str, Any]:
     """
     settings = config.task
     environments = given.environments(config)
-    files = settings.data or settings.eval_data
-    if environments or given.rows or (files and not files.endswith(CHESS_FILES)):
+    if environments or given.rows or settings.data or settings.eval_data:
         of_turns = environments.reward_weights if environments else {}
         is_paid = given.rewards or settings.rewards or of_turns
         judge = {"judge": "none"} if is_paid else {}

@@ -96,7 +96,7 @@ class TaskConfig(Group):
     task_args: Arguments = {}
     """Settings of this task alone, such as difficulty=2x12,3x12 (docs/tasks.md)."""
     data: Common[Paths] = ""
-    """Comma-separated files to train on: .jsonl; for chess also .pgn and .pgn.gz."""
+    """Comma-separated JSONL files to train on."""
     eval_data: Paths = ""
     """Files to evaluate on; without them, a tenth of the questions of --data is held out."""
     system: str = ""

@@ -177,7 +177,6 @@ UNJUDGED = {"judge": "none"}
     ("settings", "objects", "expected"),
     [
         ({}, {}, {"name": "chess-env"}),
-        ({"data": "games.pgn,more.pgn.gz"}, {}, {"name": "chess-env"}),
         ({}, {"rewards": [digits, solved]}, {"name": "chess-env", "reward_weights": PAID}),
         ({"data": "rows.jsonl"}, {}, {"name": "prompts"}),
         ({"data": "rows.jsonl"}, {"rewards": digits}, {"name": "prompts", "task_args": UNJUDGED}),

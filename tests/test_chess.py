@@ -84,15 +84,16 @@ def test_every_ply_of_a_good_game_is_a_question_and_bad_games_are_skipped(tmp_pa
             before = board.fen(en_passant="fen")
             plies[before, board.push_san(san).uci()] += 1
     played = {ply: n for ply, n in plies.items() if not position_is_held_out(ply[0])}
-    task = ChessEnv(0, [games])
-    train = [task.train(i) for i in range(len(task.source._train))]  # type: ignore[attr-defined]
+    task = load_task(str(ROOT / "examples" / "chess_games.py"), seed=0, data=str(games))
+    rows = task.source
+    train = [task.train(i) for i in range(rows.num_train)]
     held_out = [task.held_out(i) for i in range(task.num_held_out or 0)]
     assert Counter(map(parts_of, train)) == played  # as often as it was played
     asked = [parts_of(example)[0] for example in held_out]
     assert sorted(asked) == sorted({fen for fen, _ in plies.keys() - played})  # once
     for example in [*train, *held_out]:
         assert (example.answer, example.kind) == transition(*parts_of(example))
-    assert len(task.source.skipped) == 4  # type: ignore[attr-defined]
+    assert len(rows.skipped) == 4
 
 
 def advised(fen: str, evaluations: str) -> str:

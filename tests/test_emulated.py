@@ -60,7 +60,7 @@ OPTIONS = {
     "float16": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
 }
 TASKS = {
-    "chess": {"task": "chess-env", "data": str(ROOT / "tests" / "golden" / "games.pgn")},
+    "chess": {"task": "examples/chess_games.py", "data": "tests/golden/games.pgn"},
     "tool": {"task": "examples/countdown_tool.py", "tokenizer": "dialogue", "max_new_tokens": 24}
     | {"model": "minigrpo/assets/countdown-tool.safetensors"},
     "guess": {"task": "examples/guess.py", "tokenizer": "dialogue"}

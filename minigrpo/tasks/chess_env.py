@@ -7,20 +7,17 @@ A completion ends in `0.001+0+0` while the game goes on, `1.0+1+0` for checkmate
 draw, and `0.0+0+1` for an illegal move, which leaves the position as it is. The true answers come
 from python-chess (`fen.transition`).
 
-With --data, each move of the main line of a game (.pgn or .pgn.gz) is a question, and a game that
-breaks the rules is skipped. Without it, positions come from self-play. Its moves are random with a
-bias, because purely random play hardly ever castles, promotes or mates.
+Positions come from self-play. Its moves are random with a bias, because purely random play hardly
+ever castles, promotes or mates. examples/chess_games.py takes them from files of games.
 """
 
-import gzip
 import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 from operator import eq
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import chess
-import chess.pgn
 import numpy as np
 from numpy.random import Generator
 
@@ -29,10 +26,8 @@ from ..rewards.functions import similarity
 from ..rng import stream
 from ..types import Example
 from .base import Generated, SourceTask
-from .rows import Row
-from .splits import Files, Rows, hash64
+from .splits import hash64
 
-chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 # the reward may have a sign, because RookWorld's files give an illegal move -1.0
 ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")
 
@@ -59,7 +54,7 @@ PICK_BIAS = {
 
 
 class ChessEnv(SourceTask):
-    """Prompts from self-play or files; completions are scored part by part against the truth."""
+    """Prompts from self-play; completions are scored part by part against the truth."""
 
     # Each reward is in [0, 1]. The first two are the objective. The others only break ties: with
     # more weight they would drown the signal as long as no completion is exact.
@@ -72,11 +67,8 @@ class ChessEnv(SourceTask):
         "flags": 0.05,  # half a point for each flag that is right
     }
 
-    def __init__(self, seed: int, data: Files = (), eval_data: Files = ()) -> None:
-        if data or eval_data:
-            super().__init__(ChessFiles(seed, data, eval_data))
-        else:
-            super().__init__(SelfPlay(seed))
+    def __init__(self, seed: int) -> None:
+        super().__init__(SelfPlay(seed))
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         true_fen, true_reward, *true_flags = example.answer.split("+")
@@ -92,50 +84,6 @@ class ChessEnv(SourceTask):
             "reward_value": reward == true_reward,
             "flags": sum(map(eq, flags, true_flags)) / 2,
         }
-
-
-class ChessFiles(Rows):
-    """The questions of files. Rows with the same position are one question, whatever the move."""
-
-    def __init__(self, seed: int, data: Files, eval_data: Files) -> None:
-        self.speculate = True
-        self.skipped: list[str] = []  # "FILE, game 3: why"
-        super().__init__(seed, data, eval_data)
-        if self.skipped:
-            self.about += f"; skipped {len(self.skipped)}, such as {self.skipped[0]}"
-
-    def read(self, files: Files, argument: str = "data") -> list[Row]:
-        """The rows in a random order, because the positions of one game are alike."""
-        rows = []
-        for path in map(str, files):
-            open_text: Callable[..., TextIO] = gzip.open if path.endswith(".gz") else open
-            with open_text(path, "rt", encoding="utf-8-sig", errors="replace") as file:
-                games = iter(partial(chess.pgn.read_game, file), None)
-                for number, game in enumerate(games, 1):
-                    try:
-                        rows += rows_of_game(game)
-                    except ValueError as error:
-                        self.skipped.append(f"{path}, game {number}: {error}")
-        order = stream(self.seed, "chess files").permutation(len(rows))
-        return [rows[place] for place in order]
-
-
-def rows_of_game(game: chess.pgn.Game) -> list[Row]:
-    """A row for each move of the main line. Raises ValueError if it is not a game of chess."""
-    board = game.board()
-    moves = list(game.mainline_moves())
-    is_chess = type(board) is chess.Board and not board.chess960 and all(moves)  # no null move
-    if game.errors or not is_chess or not is_valid_fen(write_fen(board)):
-        raise ValueError("a move or the first position is not one of chess")
-    rows = []
-    for move in moves:
-        # `board.fen()` leaves out an en passant square that no pawn can use
-        question = position_key(board.fen())
-        fen = write_fen(board)
-        example = question_about(fen, move.uci())
-        rows.append(Row(question, example, is_test=position_is_held_out(fen)))
-        board.push(move)
-    return rows
 
 
 def position_is_held_out(fen: str) -> bool:
