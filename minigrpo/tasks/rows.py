@@ -19,9 +19,6 @@ from ..types import ConfigError, Example
 
 QUESTIONS = ("prompt", "question", "problem")  # keys of a question; the first one in a row counts
 ANSWERS = ("answer", "completion", "solution")  # keys of an answer, likewise
-# keys of a message that chat templates write, besides the calls of tools
-WRITTEN = ("role", "name", "content", "reasoning_content", "thinking")
-
 
 Record = Mapping[str, Any]  # a row as it was given
 
@@ -120,20 +117,14 @@ def question_key(text: str) -> str:
 def whole_question(
     text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
 ) -> str:
-    """A text that tells a prompt apart from others. Its parts that no template writes are left out.
+    """A text that tells a prompt apart from others, with the `variables` of the chat template.
 
-    The text is the prompt itself if it is plain, or the only message of a user. `variables` are the
-    variables of the chat template.
+    The text is the prompt itself if it is plain, or the only message of a user.
     """
-    asked = []
-    for message in messages or ({"role": "user", "content": text},):
-        written = {key: message[key] for key in WRITTEN if message.get(key)}
-        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [(function.get("name"), function.get("arguments")) for function in functions]
-        asked.append(canonical({**written, "tool_calls": calls} if calls else written))
     key = question_key(text)
-    is_plain = asked == [{"role": "user", "content": key}]
-    if is_plain and not (tools or variables):
+    plain_prompt = [{"role": "user", "content": key}]
+    asked = canonical(messages) or plain_prompt
+    if asked == plain_prompt and not (tools or variables):
         return key
     return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=digest)
 
