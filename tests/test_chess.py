@@ -8,7 +8,7 @@ import chess
 import pytest
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.tasks.chess_env import PICK_BIAS, ChessEnv, SelfPlay, position_is_held_out
+from minigrpo.tasks.chess_env import PICK_BIAS, ChessEnv, position_is_held_out
 from minigrpo.tasks.loading import load_task
 from minigrpo.types import Example
 
@@ -112,7 +112,7 @@ BEST_SCORES = {
 
 def test_best_move_reads_its_lines_and_scores_each_part(tmp_path: Path) -> None:
     path = tmp_path / "advised.txt"
-    fens = {parts_of(example)[0] for example in map(SelfPlay(0).train, range(40))}
+    fens = {parts_of(example)[0] for example in map(ChessEnv(0).train, range(40))}
     lines = [advised(fen, "0.26 0.25") for fen in sorted(fens)]
     path.write_text("".join(f"{line}\n" for line in lines))
     task = load_task(str(ROOT / "examples" / "best_move.py"), seed=0, data=str(path))

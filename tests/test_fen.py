@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from minigrpo.fen import is_valid_fen, transition
-from minigrpo.tasks.chess_env import SelfPlay
+from minigrpo.tasks.chess_env import ChessEnv
 
 START = chess.STARTING_FEN
 ALPHABET = "KQRBNPkqrbnp12345678/ -wabcdefgh0+9_~\u0663\u00a0\t"
@@ -97,7 +97,7 @@ def texts(number: int, fens: list[str]) -> Iterator[str]:
 
 
 def test_is_valid_fen_is_its_contract() -> None:
-    positions = SelfPlay(0)
+    positions = ChessEnv(0)
     fens = [positions.train(i).answer.split("+")[0] for i in range(256)]
     verdicts = Counter()
     for text in texts(20_000 if settings().max_examples <= 100 else 1_000_000, fens):

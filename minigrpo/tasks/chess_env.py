@@ -25,7 +25,7 @@ from ..fen import is_valid_fen, move_kind, position_key, push, transition, write
 from ..rewards.functions import similarity
 from ..rng import stream
 from ..types import Example
-from .base import Generated, SourceTask
+from .base import Generated
 from .splits import hash64
 
 # the reward may have a sign, because RookWorld's files give an illegal move -1.0
@@ -53,7 +53,7 @@ PICK_BIAS = {
 }
 
 
-class ChessEnv(SourceTask):
+class ChessEnv(Generated):
     """Prompts from self-play; completions are scored part by part against the truth."""
 
     # Each reward is in [0, 1]. The first two are the objective. The others only break ties: with
@@ -68,7 +68,9 @@ class ChessEnv(SourceTask):
     }
 
     def __init__(self, seed: int) -> None:
-        super().__init__(SelfPlay(seed))
+        self.seed = seed
+        self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
+        super().__init__(self._example, "positions of self-play, answers by python-chess")
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         true_fen, true_reward, *true_flags = example.answer.split("+")
@@ -84,6 +86,38 @@ class ChessEnv(SourceTask):
             "reward_value": reward == true_reward,
             "flags": sum(map(eq, flags, true_flags)) / 2,
         }
+
+    def _example(self, number: int, held_out: bool) -> Example:
+        """Held-out examples come game by game, others staggered, so that steps cost the same."""
+        game, slot = divmod(number, PLIES_PER_GAME)
+        if not held_out:
+            game += (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
+        return self.game(game, held_out)[slot]
+
+    def _game(self, game: int, held_out: bool) -> list[Example]:
+        # 1. Play until there are enough plies of this split to prefer rare kinds.
+        split = "held-out" if held_out else "train"
+        candidates = list[Ply]()
+        attempt = 0
+        while len(candidates) < 40:
+            plies = play(stream(self.seed, f"game/{split}", game, attempt))
+            candidates += [ply for ply in plies if position_is_held_out(ply.fen) == held_out]
+            attempt += 1
+
+        # 2. Pick some of the plies, rare kinds more often.
+        rng = stream(self.seed, f"pick/{split}", game)
+        bias = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in candidates])
+        picks = rng.choice(len(candidates), PLIES_PER_GAME, replace=False, p=bias / bias.sum())
+
+        # 3. Ask about the move of each, or for a few about an illegal move.
+        examples = []
+        for index, pick in enumerate(picks, game * PLIES_PER_GAME):
+            ply = candidates[pick]
+            uci = ply.uci
+            if rng.random() < ILLEGAL_FRACTION:
+                uci = illegal_move(ply.fen, rng)
+            examples.append(question_about(ply.fen, uci, index))
+        return examples
 
 
 def position_is_held_out(fen: str) -> bool:
@@ -165,44 +199,3 @@ def illegal_move(fen: str, rng: Generator) -> str:
         move = chess.Move(origin, int(rng.integers(64)))
         if move.from_square != move.to_square and not board.is_legal(move):
             return move.uci()
-
-
-class SelfPlay(Generated):
-    """Endless examples, each a pure function of the seed, the split and its number."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.game = lru_cache(maxsize=2048)(self._game)  # self-play takes about 17 ms
-        super().__init__(self._example, "positions of self-play, answers by python-chess")
-
-    def _example(self, number: int, held_out: bool) -> Example:
-        """Held-out examples come game by game, others staggered, so that steps cost the same."""
-        game, slot = divmod(number, PLIES_PER_GAME)
-        if not held_out:
-            game += (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
-        return self.game(game, held_out)[slot]
-
-    def _game(self, game: int, held_out: bool) -> list[Example]:
-        # 1. Play until there are enough plies of this split to prefer rare kinds.
-        split = "held-out" if held_out else "train"
-        candidates = list[Ply]()
-        attempt = 0
-        while len(candidates) < 40:
-            plies = play(stream(self.seed, f"game/{split}", game, attempt))
-            candidates += [ply for ply in plies if position_is_held_out(ply.fen) == held_out]
-            attempt += 1
-
-        # 2. Pick some of the plies, rare kinds more often.
-        rng = stream(self.seed, f"pick/{split}", game)
-        bias = np.array([PICK_BIAS.get(ply.kind, 1.0) for ply in candidates])
-        picks = rng.choice(len(candidates), PLIES_PER_GAME, replace=False, p=bias / bias.sum())
-
-        # 3. Ask about the move of each, or for a few about an illegal move.
-        examples = []
-        for index, pick in enumerate(picks, game * PLIES_PER_GAME):
-            ply = candidates[pick]
-            uci = ply.uci
-            if rng.random() < ILLEGAL_FRACTION:
-                uci = illegal_move(ply.fen, rng)
-            examples.append(question_about(ply.fen, uci, index))
-        return examples
