@@ -51,7 +51,7 @@ def _check_fit(config: Config, tokenizer: Tokenizer, context: int, example: Exam
     if config.supervised:
         if not example.answer:
             raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
-        room = min(room, context - len(encode_answer(tokenizer, example, context)))
+        room = min(room, context - len(encode_answer(tokenizer, example)))
     check_prompt(tokenizer, example, room)
 
 

@@ -5,7 +5,6 @@ uses the sampled tokens. It never encodes their text again, because that could g
 than those whose log-probs were recorded.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -80,15 +79,12 @@ def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
     return [*tokenizer.prefix, *tokenizer.encode(text)]
 
 
-def encode_answer(tokenizer: Tokenizer, example: Example, room: float = math.inf) -> list[int]:
-    """The tokens of the true answer. Raises ConfigError if they leave no `room` for a prompt."""
+def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The tokens of the true answer."""
     # an answer to messages ends as a turn of the chat template does
     end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
     with refusing(f"{example.label}, the answer"):
-        ids = [*tokenizer.encode(example.answer), end]
-        if len(ids) >= room:
-            raise ConfigError(f"{len(ids)} tokens and a prompt do not fit into {room:,} tokens")
-        return ids
+        return [*tokenizer.encode(example.answer), end]
 
 
 def prompt_within(tokenizer: Tokenizer, example: Example, room: int) -> list[int]:
@@ -98,7 +94,7 @@ def prompt_within(tokenizer: Tokenizer, example: Example, room: int) -> list[int
         if not ids:
             raise ConfigError("the prompt is empty")
         if len(ids) > room:
-            limit = f"at most {room} leave the answer room in the model's context"
+            limit = f"the answer leaves {max(room, 0)} of the model's context"
             raise ConfigError(f"the prompt has {len(ids)} tokens; {limit}")
         return ids
 
@@ -114,7 +110,7 @@ def check_prompt(tokenizer: Tokenizer, example: Example, room: int) -> None:
 
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
     """Prompts with their true answers as completions. Raises ConfigError if one is too long."""
-    answers = [encode_answer(tokenizer, example, context) for example in examples]
+    answers = [encode_answer(tokenizer, example) for example in examples]
     prompts = [
         prompt_within(tokenizer, example, context - len(answer))
         for example, answer in zip(examples, answers, strict=True)
