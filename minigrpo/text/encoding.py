@@ -5,7 +5,7 @@ uses the sampled tokens. It never encodes their text again, because that could g
 than those whose log-probs were recorded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -128,18 +128,9 @@ def decode(tokenizer: Tokenizer, completions: Completions) -> list[list[Completi
     ]
 
 
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token; the last token of a character has the character, the others ""."""
-    texts = list[str]()
-    start = 0  # the first token whose text is still to come
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.text_within(ids[start:end])
-        if text.endswith(PARTIAL) and end < len(ids):
-            texts.append("")
-        else:
-            texts.append(text)
-            start = end
-    return texts
+def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
+    """The text of each token by itself; of a part of a character it is U+FFFD."""
+    return [tokenizer.text_within([number]) for number in ids]
 
 
 class StopFinder:
@@ -155,8 +146,7 @@ class StopFinder:
     def candidates(self) -> np.ndarray:
         """`[V]` bool, true for tokens that may contain the last character of a stop text."""
         last_characters = {PARTIAL, *(text[-1] for text in self.texts)}
-        every_token = range(self.tokenizer.n_vocab)
-        shown = [self.tokenizer.text_within([token]) for token in every_token]
+        shown = token_texts(self.tokenizer, range(self.tokenizer.n_vocab))
         return np.array([not last_characters.isdisjoint(text) for text in shown])
 
     def completes(self, ids: Sequence[int]) -> bool:
