@@ -16,7 +16,7 @@ from minigrpo.task import Task
 from minigrpo.tasks.loading import load_task
 from minigrpo.tasks.prompts import Prompts, normalized, parse_qa, tagged_answer
 from minigrpo.tasks.rows import parse_any, parse_episode, parse_pair, plain, question_key, read_rows
-from minigrpo.tasks.splits import Rows, is_held_out, tell_apart
+from minigrpo.tasks.splits import Rows, is_held_out
 from minigrpo.types import Example
 
 from .tiny import ask, refused
@@ -154,19 +154,6 @@ def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
     refused(Rows, 0, ([*few, {"answer": "1"}],), (), parse_pair)
 
 
-@pytest.mark.parametrize(("num_questions", "num_keys"), [(1, 20), (9, 20), (10, 10)])
-def test_what_an_environment_reads_tells_rows_apart_where_questions_are_few(
-    num_questions: int, num_keys: int
-) -> None:
-    records = [{"prompt": f"{i % num_questions}", "seed": i} for i in range(20)]
-    rows = [parse_episode(record, is_read=True) for record in records]
-    # the questions of both files count together, so that a question has one key in both
-    told_apart, evaluated = tell_apart(rows, rows[:3])
-    assert len({row.question for row in told_apart}) == num_keys
-    assert [row.example for row in told_apart] == [row.example for row in rows]
-    assert evaluated == told_apart[:3]
-
-
 class Picture:
     """An object whose text has its address."""
 
@@ -180,7 +167,7 @@ def test_rows_with_objects_are_told_apart_by_their_contents() -> None:
     def keys(name: str) -> set[str]:
         shown = {"picture": Picture(name)}
         asks = {"prompt": "What is this?", "answer": "a", "chat_template_kwargs": shown}
-        return {parse_episode(shown, is_read=True).extra_key, parse_pair(asks).question}
+        return {parse_episode(shown).question, parse_pair(asks).question}
 
     assert keys("a") == keys("a")
     assert not keys("a") & keys("b")
@@ -315,7 +302,6 @@ def test_chats_are_read_in_the_forms_of_trl_and_openai(
     assert [*row.example.messages] == messages
     assert row.example.answer == answer
     assert row.question == row.example.prompt == "2+2?"  # the beginning asks nothing
-    assert row.extra_key == "".join(message["content"] for message in messages[1:])
     assert row.example.fields == plain(record)
 
 

@@ -817,10 +817,10 @@ def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:
 @pytest.mark.parametrize(
     ("world", "number"), [(EnvironmentSet.of(Shop), 4), (EnvironmentSet.of(None, weather), 2)]
 )
-def test_rows_that_ask_the_same_differ_by_what_their_environment_is_told(
+def test_rows_that_ask_the_same_differ_by_what_their_environment_reads(
     world: EnvironmentSet, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tools alone are told nothing."""
+    """Tools alone read nothing."""
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
     questions = set[str]()
     monkeypatch.setattr(splits, "is_held_out", questions.add)

@@ -15,7 +15,6 @@ import re
 import string
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ..rewards.functions import similarity
@@ -52,9 +51,8 @@ class Prompts(SourceTask):
         self.reward_weights, parse = JUDGES[judge]
         self.success = next(iter(self.reward_weights), REWARD)
         if data or eval_data or not environment:
-            if environment and judge == "none":
-                is_read = bool(environment.reward_weights)
-                parse = partial(parse_episode, is_read=is_read, told=environment.reset_keys)
+            if environment and judge == "none" and environment.reads_rows:
+                parse = parse_episode
             super().__init__(Rows(seed, data, eval_data, parse))
         elif self.reward_weights:
             raise ConfigError("no reward: give the environment a get_reward, or give rewards")

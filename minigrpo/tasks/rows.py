@@ -3,7 +3,7 @@
 import copy
 import json
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, time
 from functools import partial
 from itertools import islice
@@ -27,8 +27,6 @@ class Row(NamedTuple):
     question: str  # differs for rows that ask something else; the prompt may show less of it
     example: Example
     is_test: bool = False  # held out by its source: a published test split, or the rule of chess
-    # what an environment reads, or the beginning of the answer: see `splits.tell_apart`
-    extra_key: str = ""
 
 
 Parse = Callable[[Any], Row]  # reads what a line holds; any exception refuses the line
@@ -166,31 +164,19 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     tools = list(tools) if is_chat(tools) else None  # a column may have another meaning
     asked = messages[:-1] if ends_in_answer(messages) else messages
     question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
-    beginning = "".join(message["content"] for message in messages[len(asked) :])
     example = Example(text, answer, messages=tuple(messages), fields=record, tools=tools)
-    return Row(question, example, extra_key=beginning)
+    return Row(question, example)
 
 
 parse_any = partial(parse_pair, needs_answer=False)
 
 
-def parse_episode(record: Record, is_read: bool, told: Collection[str] = ()) -> Row:
-    """Read a row that needs no question, because an environment asks.
-
-    `told` has the keys that the environment's `reset` names; they belong to the question. `is_read`
-    says that the environment may read the whole row.
-    """
-    whole = json.dumps(record, sort_keys=True, default=digest)
-    question_keys = {*QUESTIONS, "messages", "completion"}
-    if question_keys & record.keys():
-        row = parse_any(record)
-    else:
-        row = Row(whole, Example("", fields=record))
-    told_fields = {key: record[key] for key in {*told} & record.keys() - question_keys}
-    if told_fields:
-        text = json.dumps(canonical(told_fields), sort_keys=True, default=digest)
-        row = row._replace(question=f"{row.question} {text}")
-    return row._replace(extra_key=whole) if is_read else row
+def parse_episode(record: Record) -> Row:
+    """Read a row for an environment, which may read all of it, and may ask by itself."""
+    whole = json.dumps(canonical(record), sort_keys=True, default=digest)
+    if {*QUESTIONS, "messages", "completion"} & record.keys():
+        return parse_any(record)._replace(question=whole)
+    return Row(whole, Example("", fields=record))
 
 
 def is_chat(value: object) -> TypeGuard[Sequence[Record]]:

@@ -1,8 +1,8 @@
 """Questions from JSONL files or Python: which are held out, and in which order they are asked.
 
 `--eval-data` is held out whole; without it a tenth of the questions of `--data`, chosen by a hash.
-A question is the whole prompt: the messages, the tools and the template's variables. It counts once
-in an evaluation, however many rows ask it.
+A question is the whole prompt: the messages, the tools and the template's variables; with an
+environment, the whole row. It counts once in an evaluation, however many rows ask it.
 """
 
 import hashlib
@@ -23,18 +23,6 @@ from .rows import Parse, Record, Row, parse_pair, plain, question_key
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
 
-def tell_apart(*sides: list[Row]) -> Sequence[list[Row]]:
-    """The rows of --data and --eval-data; if questions are few, each with its `extra_key`.
-
-    All rows may ask the same, such as "Find the way out", and differ in what an environment reads,
-    or in the beginning of the answer. With ten questions or more, neither changes the split.
-    """
-    questions = {row.question for rows in sides for row in rows}
-    if len(questions) >= 10:  # a tenth of fewer may be none
-        return sides
-    return [[row._replace(question=row.question + row.extra_key) for row in rows] for rows in sides]
-
-
 class Rows(Task):
     """The examples of files. An epoch visits every row once, in an order of its own."""
 
@@ -50,7 +38,8 @@ class Rows(Task):
         self.parse = parse
 
         # 1. The split. A question that is evaluated is represented by its first row.
-        rows, eval_rows = tell_apart(self.read(data), self.read(eval_data, "eval_data"))
+        rows = self.read(data)
+        eval_rows = self.read(eval_data, "eval_data")
         evaluated: dict[str, Example] = {}
         for row in eval_rows if eval_data else self.choose_held_out(rows):
             evaluated.setdefault(row.question, row.example)

@@ -189,14 +189,9 @@ class EnvironmentSet:
         }
 
     @property
-    def reset_keys(self) -> set[str]:
-        """The keys of rows that the environments' `reset` methods name."""
-        keys = set[str]()
-        for spec in self.specs.values():
-            for name, parameter in inspect.signature(spec.shown.reset).parameters.items():
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                    keys.add(name)
-        return keys - {"seed"}
+    def reads_rows(self) -> bool:
+        """Whether there is an environment, which may read all of a row and ask by itself."""
+        return not any(isinstance(spec.shown, ToolsAlone) for spec in self.specs.values())
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
         """An environment's public methods, and the tools of the run. A game has none."""
