@@ -6,8 +6,8 @@ c = 1 for a right answer and 0 for a wrong one,
     reward = 0.5 format + 0.5 c + 0.5 (1 - (c - q)^2),    or 0 if the form does not match.
 
 The last term is 1 minus the Brier score. Its expectation is largest for q = P(c = 1). With
-`--data`, the questions come from `--task prompts` or `math`. Messages ask for the published form;
-plain prompts stay as they are, and the model learns the short form:
+`--data`, the questions come from `--task prompts`, `math` or qa.py. Messages ask for the published
+form; plain prompts stay as they are, and the model learns the short form:
 
     <think>...</think> <answer>8</answer> <analysis>...</analysis> <confidence>0.5</confidence>
     8<confidence>0.5</confidence>
@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
+from qa import QA
 
 from minigrpo.evaluate import calibration
 from minigrpo.rng import stream
@@ -82,13 +83,15 @@ class Calibration(SourceTask):
         chat: bool = False,
         judge: str = "exact",
     ) -> None:
-        """`judge` is a judge of `--task prompts`, or math. `chat` makes plain prompts messages."""
+        """`judge` is exact, qa or math. `chat` makes plain prompts messages."""
         self.seed = seed
         self.chat = chat
         if not (data or eval_data):
             super().__init__(Generated(self._digit, "digits that can only be guessed"))
         elif judge == "math":
             super().__init__(Math(seed, data, eval_data, chat))
+        elif judge == "qa":
+            super().__init__(QA(seed, data, eval_data))
         else:
             super().__init__(Prompts(seed, data, eval_data, chat, judge))
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.qa import QA, normalized, parse_qa
 from minigrpo.given import Given
 from minigrpo.task import Task
 from minigrpo.tasks.loading import load_task
-from minigrpo.tasks.prompts import Prompts, normalized, parse_qa, tagged_answer
+from minigrpo.tasks.prompts import Prompts, tagged_answer
 from minigrpo.tasks.rows import parse_any, parse_episode, parse_pair, plain, question_key, read_rows
 from minigrpo.tasks.splits import Rows, is_held_out
 from minigrpo.types import Example
@@ -454,7 +455,7 @@ ALIKE = [("-$5.", "$-5"), ("1,234", "1234"), ("It is 3.5.", "it is 3.5"), ("50%"
 APART = [("3.5", "35"), (".5", "5"), ("-5", "5"), ("9/11", "911"), ("10:30", "1030")]
 
 
-def test_case_punctuation_and_articles_do_not_matter_to_the_qa_judge() -> None:
+def test_case_punctuation_and_articles_do_not_matter_to_qa() -> None:
     assert {text: normalized(text) for text in NORMALIZED} == NORMALIZED
     assert all(normalized(one) == normalized(other) for one, other in ALIKE)
     assert not any(normalized(one) == normalized(other) for one, other in APART)
@@ -479,7 +480,7 @@ def test_hotpotqa_lines_become_a_users_message(context: Any) -> None:
 
 def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path) -> None:
     lines = [{"problem": f"Question {i}?", "answer": [f"The {i}", "x"]} for i in range(60)]
-    task = Prompts(0, [write(tmp_path / "qa.jsonl", lines)], judge="qa")
+    task = QA(0, [write(tmp_path / "qa.jsonl", lines)])
     example = task.held_out(0)
     number = example.answer.removeprefix("The ")
     in_tags = "So <answer>y</answer> <answer> the X! </answer>"
