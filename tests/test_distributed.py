@@ -263,16 +263,6 @@ def test_what_a_stop_breaks_off_in_one_process_is_made_again_by_both(folder: Pat
     assert_same_weights(folder / "two", folder / "stopped")
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "2"), ("RANK", "a"), ("WORLD_SIZE", "")])
-def test_settings_of_torchrun_that_do_not_fit_are_refused(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for variable, given in {**right, name: value}.items():
-        monkeypatch.setenv(variable, given)
-    refused(DistContext.from_env)
-
-
 @contextmanager
 def torchrun(folder: Path, out_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run of two processes; a test that fails leaves none behind."""

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, error_text, refusing
+from ..errors import ConfigError, error_text
 from ..guard import RunFailed
 
 T = TypeVar("T")
@@ -40,11 +40,8 @@ class DistContext:
         """Join the processes that torchrun started. Without torchrun, the run has one process."""
         if "WORLD_SIZE" not in os.environ:
             return cls()
-        with refusing("WORLD_SIZE is set, but not what torchrun sets with it"):
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
-                raise ValueError("RANK must be from 0 to WORLD_SIZE - 1")
-            store, rank, world_size = next(rendezvous("env://"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        store, rank, world_size = next(rendezvous("env://"))
         # after a restart the store may still hold messages of the previous attempt
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
