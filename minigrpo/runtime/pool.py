@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -135,16 +134,8 @@ def finished(answer: Any, timeout_s: float) -> Any:
     """
     if not inspect.isawaitable(answer):
         return answer
-
-    async def call() -> Any:
-        return await answer
-
-    future = asyncio.run_coroutine_threadsafe(call(), event_loop())
-    futures.wait([future], timeout_s + 1)
-    if not future.done():
-        future.cancel()
-        raise TimeoutError(LATE)
-    return future.result()
+    limited = asyncio.wait_for(answer, timeout_s + 1)
+    return asyncio.run_coroutine_threadsafe(limited, event_loop()).result()
 
 
 @cache
