@@ -577,30 +577,7 @@ hangs.timeout_s = 0.1  # type: ignore[attr-defined]
 
 class Called:
     def __call__(self, word: str) -> str:
-        """Repeat a word.
-
-        Args:
-            word: what is repeated
-        """
         return word
-
-
-def repeated(word: str, times: int) -> str:
-    """Repeat a word often."""
-    return word * times
-
-
-def test_a_tool_may_be_a_partial_or_an_object_that_is_called() -> None:
-    """As a reward may: its name, hints and docstring are those of the code that is called."""
-    tools = EnvironmentSet.of(None, [partial(repeated, times=2), Called()]).tools
-    schemas = {name: tool.schema["function"] for name, tool in tools.items()}
-    abouts = {name: schema["description"] for name, schema in schemas.items()}
-    assert abouts == {"repeated": "Repeat a word often.", "Called": "Repeat a word."}
-    for schema in schemas.values():
-        assert [*schema["parameters"]["properties"]] == ["word"]
-    assert result_of(tools, "repeated", {"word": "ab"}).content == "abab"
-    assert result_of(tools, "repeated", {"word": "ab", "times": 3}).has_failed
-    assert result_of(tools, "Called", {"word": "ab"}).content == "ab"
 
 
 def of_places(word: str, /) -> str:
@@ -615,17 +592,13 @@ def of_unknown(word: Called) -> str:
     return ""
 
 
-def of_lines(word: str) -> Iterator[str]:
-    yield word
-
-
 UNCALLABLE = {
     "class": Called,
+    "object": Called(),
     "without a name": lambda word: word,
     "arguments by place": of_places,
     "any number of arguments": of_many,
     "type that JSON lacks": of_unknown,
-    "generator": of_lines,
     "schema": Tool("search", search).schema,
 }
 

@@ -10,15 +10,14 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, get_type_hints
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
+from pydantic import TypeAdapter, ValidationError, validate_call
 
 from ..errors import ConfigError, error_text, refusing
 from ..runtime.pool import finished
 from ..text.chat import Message
-from ..userfiles import innermost, name_of
 
 # an argument in a docstring of Google's style, with its further lines
 ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
@@ -41,50 +40,33 @@ class Tool:
     @classmethod
     def of(cls, given: Any) -> "Tool":
         """The tool of a function. Raises ConfigError for a value that a model cannot call."""
-        name = name_of(given)
-        if isinstance(given, type) or not (callable(given) and name.isidentifier()):
+        if not inspect.isroutine(given) or not given.__name__.isidentifier():
             raise ConfigError(f"tool {given!r:.80}: give a function that was made by `def`")
-        tool = cls(name, given)
+        tool = cls(given.__name__, given)
         assert tool.schema  # raises an error now rather than in a dialogue
         return tool
-
-    @cached_property
-    def written(self) -> Callable[..., Any]:
-        """The function with type hints and a docstring, inside partials or an object's call."""
-        inner = innermost(self.function)
-        return inner if inspect.isroutine(inner) else inner.__call__
 
     @cached_property
     def typed(self) -> Callable[..., Any]:
         """The function with annotations that are types, even if the file has texts."""
 
+        @wraps(self.function)
         def call(*args: Any, **options: Any) -> Any:
             return self.function(*args, **options)
 
-        signature = inspect.signature(self.function)
-        chosen = getattr(self.function, "keywords", ())  # a partial has set these
-        parameters = [each for each in signature.parameters.values() if each.name not in chosen]
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-                raise TypeError(f"a model gives arguments by name, and {parameter} has none")
-        if inspect.isgeneratorfunction(self.written) or inspect.isasyncgenfunction(self.written):
-            raise TypeError("a tool must return its result, and this one yields")
-        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = get_type_hints(self.written, include_extras=True)
+        call.__annotations__ = get_type_hints(self.function, include_extras=True)
         return call
 
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates expect it, from its type hints and its docstring."""
-        about, _, rest = (inspect.getdoc(self.written) or "").partition("\nArgs:\n")
+        about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
-            try:
-                whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
-            except PydanticUserError as error:  # the further sentences are about pydantic
-                reason = error.message.partition(". ")[0]
-                raise TypeError(f"an argument has a type that JSON lacks: {reason}") from None
+            whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+            if "properties" not in whole:
+                raise TypeError("a model gives arguments by name, and one has none")
         for name, argument in whole["properties"].items():
             argument.pop("title", None)
             if name in described:
