@@ -33,7 +33,7 @@ from minigrpo.text.encoding import encode_prompt
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.turns.dialogues import Dialogues, Episode
 from minigrpo.turns.environments import EnvironmentSet, TurnTask, as_text
-from minigrpo.turns.tools import FORMS, CallForm, Tool, calls_of, result_of
+from minigrpo.turns.tools import FORMS, CallForm, Tool, result_of
 from minigrpo.types import Completion, Completions, ConfigError, Example
 
 from . import tiny
@@ -221,30 +221,33 @@ def test_a_call_is_read_as_its_template_writes_it(form: CallForm) -> None:
     text = written(form, paying(note="[x]"))
     expected = [("pay", {"note": "[x]"})]
     before = "<|python_tag|>" if form is LLAMA else "Well.\n"
-    assert calls_of(text) == expected
-    assert calls_of(f"{before}{text}\n") == expected
+    assert form.find(text) == expected
+    assert form.find(f"{before}{text}\n") == expected
     if form is not LLAMA:
         two = written(form, paying(amount=1), paying(amount=2))
-        assert [arguments["amount"] for _, arguments in calls_of(two)] == [1, 2]
+        assert [arguments["amount"] for _, arguments in form.find(two)] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["the answer is {3}", "", '{"answer": 5}', "{3}"])
 def test_a_text_without_calls_has_none(text: str) -> None:
     thought = f"<think>{call('pay')}"
     for whole in (text, f"{thought}</think>{text}", f"{text}{thought}"):
-        assert calls_of(whole) == []
+        assert [form.find(whole) for form in FORMS] == [[], [], []]
 
 
 def test_calls_between_thoughts_count() -> None:
     first, second = call("pay", amount=1), call("pay", amount=2)
-    found = calls_of(f"<think>a</think>{first}<think>{first} </think>{second}<think>{first}")
+    found = QWEN.find(f"<think>a</think>{first}<think>{first} </think>{second}<think>{first}")
     assert [arguments["amount"] for _, arguments in found] == [1, 2]
 
 
 @pytest.mark.parametrize("broken", ["{", "[1]", "[{", "pay", '{"name": 1', "3"])
 def test_a_broken_call_is_one_without_arguments(broken: str) -> None:
-    for text in (f"<tool_call>{broken}</tool_call>", f"[TOOL_CALLS]{broken}"):
-        assert [arguments for _, arguments in calls_of(text)] == [{}]
+    for form, text in (
+        (QWEN, f"<tool_call>{broken}</tool_call>"),
+        (MISTRAL, f"[TOOL_CALLS]{broken}"),
+    ):
+        assert [arguments for _, arguments in form.find(text)] == [{}]
 
 
 HIDDEN = ("</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
@@ -256,22 +259,22 @@ def test_nothing_in_a_call_ends_it_or_is_a_thought(form: CallForm, note: str) ->
     text = written(form, paying(note=note))
     draft = call("pay")
     expected = [("pay", {"note": note})]
-    assert calls_of(text, form) == expected
-    assert calls_of(f"<think>{draft}</think>{text}", form) == expected
+    assert form.find(text) == expected
+    assert form.find(f"<think>{draft}</think>{text}") == expected
     if form is not MISTRAL:  # its last call is whatever follows
         begun_by_the_prompt = f"{draft} or not</think>\n"
-        assert calls_of(begun_by_the_prompt + text, form) == expected
+        assert form.find(begun_by_the_prompt + text) == expected
 
 
 def test_a_call_counts_only_in_the_form_of_the_template() -> None:
     as_llama = written(LLAMA, paying(amount=3))
-    assert calls_of(as_llama, LLAMA)
-    assert not calls_of(as_llama, QWEN)
-    assert not calls_of(call("pay"), MISTRAL)
+    assert LLAMA.find(as_llama)
+    assert not QWEN.find(as_llama)
+    assert not MISTRAL.find(call("pay"))
     broken = as_llama[:-1] + ",}"
-    assert calls_of(broken, LLAMA) == [(broken, {})]  # the model reads that there is no such tool
-    for form in (None, *FORMS):
-        assert not calls_of('{"name": "Bob", "age": 3}', form)  # an answer
+    assert LLAMA.find(broken) == [(broken, {})]  # the model reads that there is no such tool
+    for form in FORMS:
+        assert not form.find('{"name": "Bob", "age": 3}')  # an answer
 
 
 MISTRAL_CALLS = (tiny.TEMPLATES / "mistral-tools.jinja").read_text()
@@ -400,7 +403,7 @@ def test_a_schema_is_that_of_transformers(tool: Callable[..., Any]) -> None:
 def played(world: EnvironmentSet, example: Example, *texts: str) -> Episode:
     episode = Episode(world, example)
     for text in texts:
-        episode.messages += [{"role": "assistant", "content": text}, *episode.answer(text)]
+        episode.messages += [{"role": "assistant", "content": text}, *episode.answer(text, QWEN)]
     return episode
 
 
@@ -432,7 +435,7 @@ def test_tools_answer_and_the_environment_gives_the_reward() -> None:
     contents = [x["content"] for x in episode.messages if x["role"] == "tool"]
     assert contents == ["paid 2", f"paid {price}", "sun in Bonn"]
     assert episode.score() == 1
-    assert not episode.answer("no call")
+    assert not episode.answer("no call", QWEN)
     assert played(world, example, call("fail")).score() == 0
 
 

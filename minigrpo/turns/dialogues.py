@@ -18,7 +18,7 @@ from ..text.tokenizer import Tokenizer
 from ..types import Completion, Completions, ConfigError, Example, Warn
 from ..userfiles import failure
 from .environments import EnvironmentSet, EnvironmentSpec, Session, as_text, is_game, reset
-from .tools import CALL_ID, FORMS, CallForm, Result, calls_of, result_of
+from .tools import CALL_ID, FORMS, CallForm, Result, result_of
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Episode:
             tools = self.environments.tools_of(environment)
             results = [
                 result_of(tools, name, arguments, timeout_s)
-                for name, arguments in calls_of(text, form)
+                for name, arguments in (form.find(text) if form else [])
             ]
             self.results += results
             return [result.message for result in results]

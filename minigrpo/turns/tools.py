@@ -141,18 +141,6 @@ FORMS = (
 )
 
 
-def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
-    """The tools that a turn calls outside its thoughts, by name, with their arguments.
-
-    `form` is the form of the chat template. Without it, the first form that finds calls counts.
-    """
-    for each in [form] if form else FORMS:
-        calls = each.find(text)
-        if calls:
-            return calls
-    return []
-
-
 @dataclass(frozen=True)
 class Result:
     """The result of a call."""
