@@ -3,10 +3,9 @@
 Nothing is rendered or encoded again: the tokens of an answer follow those that were sampled.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from ..config import Config
@@ -117,7 +116,6 @@ class Dialogues:
         self.warned = set[str]()  # the subjects of the warnings so far
         self.pool = Pool(0)
         self.episodes: list[Episode] = []
-        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         self.call_form: CallForm | None = None
         tokenizer = self.tokenizer
         for spec in self.environments.specs.values():
@@ -126,7 +124,7 @@ class Dialogues:
                 raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
             user = {"role": "user", "content": "A"}
             answer = user if game else result_of({}, "tool", {}).message
-            self.encode(json.dumps([answer]))
+            self.encode([answer])
             if self.environments.tools_of(spec.shown):
                 self.call_form = call_form(tokenizer)
 
@@ -215,7 +213,7 @@ class Dialogues:
             return []
         args = template_args(episode.example)
         try:
-            ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
+            ids = self.encode(messages, args, episode.is_closed)
         except Exception as error:  # the answer spells a special token
             self._fail(episode, error)
             return []
@@ -227,17 +225,21 @@ class Dialogues:
         episode.num_tokens = num_tokens
         return ids
 
-    def _encode(self, messages: str, args: str = "{}", is_closed: bool = True) -> list[int]:
+    def encode(
+        self,
+        answers: Sequence[Message],
+        args: Mapping[str, Any] = {},
+        is_closed: bool = True,
+    ) -> list[int]:
         """The tokens of answers, up to where the next turn begins; for `args` see `template_args`.
 
         A turn that is not closed gets the end that the template writes.
         """
-        answers = json.loads(messages)
         chat = self.tokenizer.chat
         if not chat:
             # A dialogue goes on after at least one token.
             return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
-        text = chat.between(answers, json.loads(args))
+        text = chat.between(answers, args)
         if not is_closed:
             return self.tokenizer.encode(text, special=True)
         # The end was sampled. It may swallow white space after it, as Phi's does: so it is encoded
