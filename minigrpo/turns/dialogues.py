@@ -181,13 +181,10 @@ class Dialogues:
 
     def close(self) -> None:
         """Close the environments of the batch, when the calls in work have ended or are late."""
-        for episode in self.episodes:
-            episode.session.is_over = True  # calls that have not begun make no environment
         for _ in self.pool.all():
             pass
         for episode in self.episodes:
-            if hasattr(episode.session.environment, "close"):
-                self.pool.submit(episode, episode.session.close, episode.spec.timeout_s)
+            self.pool.submit(episode, episode.session.close, episode.spec.timeout_s)
         for episode, _, error in self.pool.all():
             if error:
                 where = f"environment {episode.spec.name}.close"

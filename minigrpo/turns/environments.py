@@ -15,7 +15,6 @@ gets the keys of a data row that its signature names, and `seed`.
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -48,34 +47,24 @@ class ToolsAlone:
 
 @dataclass(eq=False)
 class Session:
-    """The environment of one completion or prompt, made when it is needed and closed once.
+    """The environment of one completion or prompt, made when it is needed.
 
     It is closed even if a call that took too long is still running in it, because closing often
-    ends such a call. If the environment is still being made, the thread that makes it closes it.
+    ends such a call. Only one that takes too long to make is not closed.
     """
 
     make: Callable[[], Any]
     timeout_s: float  # limit of a call
     environment: Any = None
-    is_over: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> Any:
         """Make the environment."""
-        made = None if self.is_over else finished(self.make(), self.timeout_s)
-        self.environment = made
-        if self.is_over:
-            self.close()
-            raise RuntimeError("the episode is over")
-        return made
+        self.environment = finished(self.make(), self.timeout_s)
+        return self.environment
 
     def close(self) -> None:
-        self.is_over = True
-        with self.lock:  # the thread that takes the environment closes it
-            environment = self.environment
-            self.environment = None
-        if hasattr(environment, "close"):
-            finished(environment.close(), self.timeout_s)
+        if hasattr(self.environment, "close"):
+            finished(self.environment.close(), self.timeout_s)
 
 
 def is_game(environment: Any) -> bool:
