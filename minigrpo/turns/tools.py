@@ -148,7 +148,6 @@ class Result:
     name: str  # the name that was called
     content: str  # the text that the model reads
     has_failed: bool = False
-    error: BaseException | None = None  # the error that the tool raised
 
     @property
     def message(self) -> Message:
@@ -176,5 +175,4 @@ def result_of(
         ]
         return Result(name, f"{name} did not work: {'; '.join(findings)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
-        content = f"{name} did not work: {error_text(error)}"
-        return Result(name, content, has_failed=True, error=error)
+        return Result(name, f"{name} did not work: {error_text(error)}", has_failed=True)
