@@ -136,7 +136,8 @@ class RewardScorer:
             if function.tokens:
                 by_token[function.name] = as_numbers(function(token_batch()), shape)
         for name, answers in by_token.items():
-            scores[name] = as_scores(np.ravel(answers), batch.places.size).select(batch.places)
+            flat = np.ravel(answers).tolist()
+            scores[name] = as_scores(flat, batch.places.size).select(batch.places)
 
         # 2. Rewards of texts.
         if self.text_rewards:

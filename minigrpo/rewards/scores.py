@@ -23,8 +23,6 @@ def as_scores(answers: Any, number: int) -> Scores:
 
     None says that the reward does not concern a text. A number that is not finite is a failure.
     """
-    if isinstance(answers, np.ndarray) and answers.dtype == object:
-        answers = answers.tolist()
     applies = np.ones(number, dtype=bool)
     if isinstance(answers, list | tuple):
         applies = np.array([answer is not None for answer in answers], dtype=bool)

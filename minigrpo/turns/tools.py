@@ -25,7 +25,6 @@ ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
 # nine characters.
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # keys of a JSON schema that are kept
-MOST_FINDINGS = 3  # wrong arguments of a call that a model is told about
 TIMEOUT_S = 10.0  # default limit of a turn; an environment may have its own `timeout_s`
 Call = tuple[str, Any]  # the name of a tool and its arguments
 
@@ -74,10 +73,6 @@ class Tool:
         parameters = {key: whole[key] for key in SCHEMA_KEYS if key in whole}
         function = {"name": self.name, "description": about.strip(), "parameters": parameters}
         return {"type": "function", "function": function}
-
-    def call(self, arguments: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
-        """The result of a call. Arguments are converted to the function's types, or refused."""
-        return finished(validate_call(self.typed)(**arguments), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -165,14 +160,15 @@ def result_of(
     if not isinstance(arguments, Mapping):
         needed = "its arguments must be an object with their names"
         return Result(name, f"{name} did not work: {needed}.", has_failed=True)
+    # Arguments are converted to the function's types, or refused.
+    function = validate_call(tools[name].typed)
     try:
-        return Result(name, str(tools[name].call(arguments, timeout_s)))
+        answer = finished(function(**arguments), timeout_s)
+        return Result(name, str(answer))
     except ValidationError as error:
-        # The first errors, by place, without contents that differ between runs.
+        # The errors, by place, without contents that differ between runs.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        findings = [
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors[:MOST_FINDINGS]
-        ]
+        findings = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors]
         return Result(name, f"{name} did not work: {'; '.join(findings)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
         return Result(name, f"{name} did not work: {error_text(error)}", has_failed=True)
