@@ -78,7 +78,7 @@ def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dic
     task = job.task
     examples = [*map(task.train, range(CHECKED)), *map(task.known, range(task.num_known))]
     return {
-        "rows": digest([task.about, examples]),
+        "rows": digest([task.about, *examples]),
         "rewards": digest([scorer.names, scorer.weights]),
         "tokenizer": job.tokenizer.fingerprint,
         **checksums,

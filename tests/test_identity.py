@@ -1,7 +1,6 @@
 """What contents are: equal in every process for what says the same, and different otherwise."""
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -38,9 +37,9 @@ class Rubric:
         self.words = words
 
 
-def within_itself(end: str) -> list[Any]:
-    found = [end]
-    found.append({"again": found})
+def within_itself() -> dict[str, Any]:
+    found = {}
+    found["again"] = found
     return found
 
 
@@ -49,10 +48,9 @@ def values() -> list[Any]:
     return [
         *("a", "b", 1, 1.5, True, None, b"a", 1 + 2j),
         *(COLOURS.RED, COLOURS.GREEN, {*COLOURS}),
-        *(re.compile("a+"), re.compile("a*")),
         *(date(2020, 1, 1), Decimal("1.50"), Path("a"), Counter("aab"), len, cache(max)),
-        *([1, 2], [2, 1], [[1], 2], within_itself("a"), within_itself("b")),
-        *({"a": 1}, {1: "a"}, {(1, 2): "a"}, {(1, 2): {3}}, {"a": [{"b": {1, 9}}]}),
+        *([1, 2], [2, 1], [[1], 2]),
+        *({"a": 1}, {1: "a"}, {"a": [{"b": {1, 9}}]}),
         *({1, 9, 17}, {1, 9}, frozenset({1, 9})),
         *(np.arange(6), np.arange(6).reshape(2, 3), np.arange(6, dtype=np.int16)),
         np.array([{1}, {2}], dtype=object),
@@ -84,7 +82,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_compared() -> None:
     def row(answer: int) -> dict[str, Any]:
         return {"answer": answer, "lock": Rubric(threading.Lock()), "lines": (x for x in "ab")}
 
-    assert Contents(row(1)).unread == {"lock", "generator"}
+    assert Contents([row(1), within_itself(), {(1, 2): 3}]).unread == {"lock", "generator", "dict"}
     assert digest(row(1)) == digest(row(1)) != digest(row(2))
 
 
