@@ -5,7 +5,6 @@ from typing import Any
 
 from .build import Job
 from .config import Config
-from .errors import collecting, refuse_rows
 from .evaluate import held_out_examples
 from .given import Given
 from .identity import digest
@@ -26,14 +25,11 @@ def check_examples(job: Job, given: Given, context: int, console: Console) -> No
     if config.task.eval_data and not config.task.data:
         raise ConfigError("--eval-data needs --data, the files to train on")
     examples = list[Example]()
-    errors = list[str]()
     for number in console.bar("checking rows", task.num_known):
-        with collecting(errors):
-            example = task.known(number)
-            if example.prompt or example.messages:  # else its environment asks
-                _check_fit(config, tokenizer, context, example)
-            examples.append(example)
-    refuse_rows(errors, task.num_known)
+        example = task.known(number)
+        if example.prompt or example.messages:  # else its environment asks
+            _check_fit(config, tokenizer, context, example)
+        examples.append(example)
     made = [*map(task.train, range(CHECKED)), *held_out_examples(task, CHECKED)]
     for example in made:
         _check_fit(config, tokenizer, context, example)

@@ -25,25 +25,6 @@ def refusing(what: object) -> Iterator[None]:
     """Make any error a ConfigError about `what`, such as a file or a package."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic of a package in Rust is not an Exception
+    except Exception as error:
         message = error if isinstance(error, ConfigError) else error_text(error)
         raise ConfigError(f"{what}: {message}") from None
-
-
-@contextmanager
-def collecting(errors: list[str]) -> Iterator[None]:
-    """Keep a ConfigError about a row for `refuse_rows`."""
-    try:
-        yield
-    except ConfigError as error:
-        errors.append(str(error))
-
-
-def refuse_rows(errors: list[str], total: int) -> None:
-    """Raise one ConfigError if some of the `total` rows cannot be used."""
-    if len(errors) > 1:
-        raise ConfigError(f"{len(errors)} of {total} rows cannot be used; the first is {errors[0]}")
-    if errors:
-        raise ConfigError(errors[0])

@@ -231,16 +231,12 @@ def test_what_is_refused_late_names_its_row(
     [("data", "\U0001f642\u6f22" * 40), ("eval_data", "what is <|im_end|>?")],
     ids=["many tokens", "a control token"],
 )
-def test_rows_that_cannot_be_used_are_counted(model: str, split: str, content: str) -> None:
-    """Before a run, and not only while it trains. Their texts are not the longest."""
+def test_every_row_is_checked_before_a_run(model: str, split: str, content: str) -> None:
+    """And not only those that the first steps ask. Their texts are not the longest."""
     rows = [{"prompt": ask(f"the user asks {i}")} for i in range(300)]
     data = {"data": rows[:200], "eval_data": rows[200:]}
-    bad = {"prompt": ask(content)}
-    data[split].insert(90, bad)
-    data[split].append({**bad, "tools": [{"type": "x"}]})
-    said = refused(checked, model, **data)
-    assert "2 of 302 rows" in said
-    assert f" {split}, row 91:" in said
+    data[split].insert(90, {"prompt": ask(content)})
+    assert f"{split}, row 91:" in refused(checked, model, **data)
 
 
 def test_what_rows_say_in_vain_is_warned_of(model: str, capsys: pytest.CaptureFixture[str]) -> None:

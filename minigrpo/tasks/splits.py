@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import collecting, refuse_rows, refusing
+from ..errors import refusing
 from ..rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
@@ -66,16 +66,14 @@ class Rows(Task):
     def read(self, files: Files, argument: str = "data") -> list[Row]:
         """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
         rows = []
-        errors = list[str]()
         for place, record in _places(files, argument):
-            with collecting(errors), refusing(place):
+            with refusing(place):
                 if isinstance(record, bytes):
                     record = json.loads(record)
                 row = self.parse(plain(record))
                 question = question_key(row.question)
                 example = replace(row.example, place=place)
                 rows.append(row._replace(question=question, example=example))
-        refuse_rows(errors, len(rows) + len(errors))
         return rows
 
     def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
