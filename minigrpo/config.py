@@ -212,8 +212,4 @@ def read_toml(path: str | Path) -> dict[str, Any]:
                 settings[key if name == "name" else name] = setting  # [loss] name is `loss`
         else:
             settings[key] = value
-    if str(path) in presets and "model" in settings:
-        beside = file.parents[1] / settings["model"]
-        if beside.exists() and not Path(settings["model"]).exists():
-            settings["model"] = str(beside)  # configs/gpt2-small, from another folder
     return settings
