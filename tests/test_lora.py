@@ -1,7 +1,6 @@
 """LoRA: what is trained, what stays, and the same numbers as the formula and as PEFT (-m peer)."""
 
 import copy
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -368,19 +367,6 @@ def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None
 def test_adapters_of_another_kind_are_refused(start: Path, name: str, value: Any) -> None:
     edit(start, lambda settings: settings.update({name: value}), "adapter_config.json")
     refused(started, start, lora_rank=2)
-
-
-@pytest.mark.parametrize("base", [".", "../others"])
-def test_adapters_have_a_base_that_is_not_themselves(
-    start: Path, base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = start.parent / "others"
-    shutil.copytree(start, others)
-    for folder, name in [(start, base), (others, "../adapters")]:
-        changes = {"base_model_name_or_path": name}
-        edit(folder, lambda settings, new=changes: settings.update(new), "adapter_config.json")
-    monkeypatch.chdir(start)
-    refused(ModelSource.of, str(start))
 
 
 @pytest.mark.parametrize("how", ["float8", "int8", "nan", "missing", "renamed"])

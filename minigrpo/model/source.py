@@ -11,7 +11,6 @@ A look-up reads small files. `load` and `start` alone read weights, or fetch the
 """
 
 import tomllib
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,13 +66,11 @@ class ModelSource:
     base: "ModelSource | None" = None  # the model under the adapters in the folder
 
     @classmethod
-    def of(cls, name: str, task: str = "auto", above: Collection[Path] = ()) -> "ModelSource":
-        """Look up a name. `above` has the folders of adapters that led here, to find a circle."""
+    def of(cls, name: str, task: str = "auto") -> "ModelSource":
+        """Look up a name."""
         if name in (SHIPPED, SCRATCH):
             return cls(name, task)
         folder = settings_folder(name)
-        if folder.resolve() in above:
-            raise ConfigError(f"{folder}: the adapters have no base but themselves")
         record = RunRecord.read(folder.parent if folder.is_file() else folder)
         base = None
         if folder.is_dir():
@@ -81,7 +78,7 @@ class ModelSource:
             run = record.settings if record else None
             under = run.model.name if run and run.model.lora_rank else hf.base_of(folder)
             under_task = run.task.name if run else task
-            base = cls.of(under, under_task, [*above, folder.resolve()]) if under else None
+            base = cls.of(under, under_task) if under else None
         commit = folder.name if folder != Path(name) else None
         return cls(name, task, folder, commit, record, base)
 
