@@ -319,7 +319,7 @@ def test_adapters_are_merged_unless_they_are_asked_for(
 @pytest.mark.parametrize(
     ("base_dtype", "stored"), [("bfloat16", torch.bfloat16), ("nf4", torch.uint8)]
 )
-@pytest.mark.parametrize("alpha", [4, 5], ids=["kept", "new"])
+@pytest.mark.parametrize("alpha", [0, 5], ids=["kept", "new"])
 def test_adapters_are_in_float32(
     start: Path, base_dtype: str, stored: torch.dtype, alpha: float
 ) -> None:
@@ -412,8 +412,7 @@ def test_adapters_of_peft_have_its_logits(tmp_path: Path, name: str, target: str
     theirs = peft.get_peft_model(base, their_settings).eval()
     theirs.save_pretrained(tmp_path / "adapters")
     expected = theirs.double()(IDS).logits  # or rounding alone may be 1e-5
-    same = {"lora_rank": 4, "lora_alpha": 8 if target else 16, "lora_targets": target}
-    for settings in ({}, same):
+    for settings in ({}, {"lora_rank": 4}):
         ours = started(tmp_path / "adapters", 97, **settings)
         assert bool(lora.adapters(ours)) == bool(settings)
         found = ours.double().logits(IDS)

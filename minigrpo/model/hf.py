@@ -144,7 +144,6 @@ class AdapterSettings(BaseModel):
     r: PositiveInt = 8
     lora_alpha: PositiveFinite = 8
     use_rslora: bool = False
-    target_modules: list[str] | str | None = None  # names of layers, or a pattern
 
     @property
     def alpha(self) -> float:

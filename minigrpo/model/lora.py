@@ -74,7 +74,7 @@ def add_adapters(
     """Freeze a model and add adapters by --lora-rank etc., in place; with rank 0, do nothing."""
     if not rank:
         return
-    chosen = split_targets(targets)
+    chosen = {*targets.replace(" ", "").split(",")} - {""}
     modules = model.h.named_modules(prefix="h")
     linears = {name: module for name, module in modules if type(module) is Linear}
     names = layer_names(model, linears)
@@ -88,11 +88,6 @@ def add_adapters(
         # two layers of a GPT-2 block have the name c_proj, which means both
         if not chosen or chosen & {name, *layer_names(model, [name])}:
             model.set_submodule(name, LoRALinear(base, rank, alpha or 2.0 * rank, generator))
-
-
-def split_targets(targets: str) -> set[str]:
-    """The names of layers in --lora-targets."""
-    return {*targets.replace(" ", "").split(",")} - {""}
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:

@@ -234,18 +234,13 @@ class ModelSource:
     def under_adapters(self, settings: ModelConfig) -> "ModelSource":
         """The model to load before adapters are added: the base, or this one with PEFT's merged.
 
-        PEFT's adapters are trained on if the settings of --lora-rank etc. are theirs.
+        PEFT's adapters are trained on if --lora-rank is theirs and the only setting of LoRA.
         """
-        if self.base is None or self.is_run or settings.lora_rank == 0:
+        asks_for_others = settings.lora_alpha or settings.lora_targets
+        if self.base is None or self.is_run or settings.lora_rank == 0 or asks_for_others:
             return self
-        own = hf.AdapterSettings.read(self.path)
-        targets = lora.split_targets(settings.lora_targets)
-        is_theirs = (
-            settings.lora_rank == own.r
-            and settings.lora_alpha in (0, own.alpha)
-            and targets in (set(), {*(own.target_modules or ())})
-        )
-        return self.base if is_theirs else self
+        has_their_rank = settings.lora_rank == hf.AdapterSettings.read(self.path).r
+        return self.base if has_their_rank else self
 
     def fetch_weights(self) -> Path:
         """The folder or file with its weights, which are fetched if it is on the Hub."""
