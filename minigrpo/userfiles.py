@@ -40,10 +40,7 @@ class UserFileFinder:
 
 
 sys.meta_path.append(UserFileFinder())
-# (file, id of its module's spec) -> (the spec, sha256 of the file)
-_read: dict[tuple[str, int], tuple[object, str]] = {}
-# file that only worker processes have read -> sha256 that the first of them found
-_read_elsewhere: dict[str, str] = {}
+_read: dict[str, str] = {}  # file -> its sha256 when it was first read, here or in a worker
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -75,22 +72,15 @@ def files_read() -> dict[str, str]:
         file = str(attributes.get("__file__"))
         if not os.path.isabs(file) or file.startswith(INSTALLED):
             continue
-        spec = attributes.get("__spec__")  # a new one if a notebook loads the file again
-        if (file, id(spec)) not in _read:
-            _read[file, id(spec)] = spec, sha256_of(file)
-    here = {file: sha256 for (file, _), (_, sha256) in _read.copy().items()}
-    return _read_elsewhere | here
+        if file not in _read:
+            _read[file] = sha256_of(file)
+    return _read.copy()
 
 
 def changed_files(others: Mapping[str, str]) -> list[str]:
     """The files whose sha256 in `others` is not the one read first. New files are remembered."""
-    known = files_read()
-    changed = []
-    for file, sha256 in others.items():
-        first = known.get(file) or _read_elsewhere.setdefault(file, sha256)
-        if first != sha256:
-            changed.append(file)
-    return changed
+    files_read()
+    return [file for file, sha256 in others.items() if _read.setdefault(file, sha256) != sha256]
 
 
 def sha256_of(file: str | Path) -> str:
