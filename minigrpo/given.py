@@ -74,12 +74,6 @@ class Given:
         is_in_file = isinstance(asked, str) and asked not in LOSS_NAMES
         return loss_spec(load_name("--loss", asked) if is_in_file else asked)
 
-    @property
-    def objects(self) -> dict[str, Any]:
-        """The objects that are given, by setting."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
     @cached_property
     def rows(self) -> dict[str, Contents]:
         """The contents of the caller's rows, by setting."""
@@ -88,10 +82,14 @@ class Given:
 
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""
-        texts = {name: contents.digest for name, contents in self.rows.items()}
-        for name in self.objects.keys() - texts.keys():
-            texts[name] = described(self.objects[name])
-        return {name: FROM_PYTHON + text for name, text in texts.items()}
+        texts = {}
+        for field in fields(self):
+            name = field.name
+            value = getattr(self, name)
+            if value is not None:
+                text = self.rows[name].digest if name in self.rows else described(value)
+                texts[name] = FROM_PYTHON + text
+        return texts
 
 
 def described(value: Any) -> str:
@@ -100,10 +98,8 @@ def described(value: Any) -> str:
         return checksum(dict(value.named_parameters()))
     if isinstance(value, EnvironmentSet):
         return ",".join([*value.specs, *value.tools])
-    if isinstance(value, LossSpec):
-        return ",".join(described(x) if callable(x) else str(x) for x in vars(value).values())
-    if isinstance(value, partial):
-        return f"{described(value.func)} {digest([value.args, value.keywords])}"
+    if isinstance(value, LossSpec | partial):
+        return digest(value)
     if isinstance(value, list):
         return ",".join(f"{function.weight:g} x {function.name}" for function in value)
     return getattr(value, "__name__", type(value).__name__)
