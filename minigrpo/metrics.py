@@ -41,10 +41,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, np.ndarray]:
 
 
 def dialogue_metrics(texts: Sequence[Sequence[Completion]]) -> dict[str, ArrayLike]:
-    """The metrics of completions with several turns, empty if there are none."""
+    """The metrics of completions with several turns, without values if there are none."""
     dialogues = [text for group in texts for text in group if text.is_dialogue]
-    if not dialogues:
-        return {}
     return {
         "dialogues/turns": [one.turns for one in dialogues],
         "dialogues/cut_ratio": [one.cut for one in dialogues],
