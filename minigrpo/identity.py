@@ -56,11 +56,8 @@ class Contents:
         self.unread = set[str]()  # types of the objects that cannot be read, such as a lock
         self.json = json.JSONEncoder(sort_keys=True, default=self.plain)
         hashed = sha256()
-        if isinstance(value, list | tuple):  # all rows together would be a large text
-            for item in value:
-                hashed.update(self.text(item).encode() + b"\n")
-        else:
-            hashed.update(self.text(value).encode())
+        for item in value if isinstance(value, list | tuple) else [value]:
+            hashed.update(self.text(item).encode() + b"\n")  # all rows at once would be too large
         self.digest = hashed.hexdigest()[:16]
 
     def text(self, value: object) -> str:
