@@ -25,6 +25,8 @@ def refusing(what: object) -> Iterator[None]:
     """Make any error a ConfigError about `what`, such as a file or a package."""
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of a package in Rust is not an Exception
         message = error if isinstance(error, ConfigError) else error_text(error)
         raise ConfigError(f"{what}: {message}") from None
