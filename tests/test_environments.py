@@ -571,13 +571,6 @@ def with_timeout(timeout_s: Any) -> type[Quiz]:
     return type("Timed", (Quiz,), {"timeout_s": timeout_s})
 
 
-def hangs() -> None:
-    time.sleep(60)
-
-
-hangs.timeout_s = 0.1  # type: ignore[attr-defined]
-
-
 class Called:
     def __call__(self, word: str) -> str:
         return word
@@ -616,7 +609,6 @@ REFUSED = {
     "a tool of a method's name": (Library, [search]),
     "a tool of one of several methods' name": ({"a": Game, "b": Library}, [search]),
     "two classes of one name": ({"a": Game, "b": type("Game", (Game,), {})}, []),
-    "made too slowly": (hangs, []),
     "leaves": (sys.exit, []),
     "makes nothing with a reset": (Mock(spec=[]), []),
     "one object cannot serve many completions": (Sized(), []),

@@ -16,7 +16,7 @@ from ..text.encoding import template_args
 from ..text.tokenizer import Tokenizer
 from ..types import Completion, Completions, ConfigError, Example, Warn
 from ..userfiles import failure
-from .environments import EnvironmentSet, EnvironmentSpec, Session, as_text, is_game, reset
+from .environments import EnvironmentSet, EnvironmentSpec, Session, as_text, is_game
 from .tools import CALL_ID, FORMS, CallForm, Result, result_of
 
 
@@ -47,8 +47,7 @@ class Episode:
     def begin(self) -> Any:
         """The environment, which is made at the first call. The prompt has what it says first."""
         if self.session.environment is None:
-            environment = self.session.begin()
-            observation = reset(environment, self.example, self.spec.timeout_s)
+            observation = self.session.reset(self.example)
             messages = self.example.messages
             asking = [message["content"] for message in messages if message["role"] != "assistant"]
             if not [self.example.prompt, *asking][-1].endswith(observation):

@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import refusing
 from ..guard import RunFailed
 from ..rng import stream
-from ..runtime.pool import Outcome, called, finished, seconds
+from ..runtime.pool import called, finished, seconds
 from ..task import Task
 from ..tasks.base import WrappedTask
 from ..text.chat import Tool as Schema
@@ -61,6 +61,12 @@ class Session:
         """Make the environment."""
         self.environment = finished(self.make(), self.timeout_s)
         return self.environment
+
+    def reset(self, example: Example) -> str:
+        """Make the environment and reset it; return its first observation as a text."""
+        environment = self.begin()
+        row = copy.deepcopy(arguments_of(environment, example))  # an episode may change its row
+        return as_text(finished(environment.reset(**row), self.timeout_s))
 
     def close(self) -> None:
         if hasattr(self.environment, "close"):
@@ -97,36 +103,17 @@ class EnvironmentSpec:
     def of(cls, given: Any) -> "EnvironmentSpec":
         """The spec of a class, or of a callable that makes environments. Raises ConfigError."""
         with refusing(f"environment {getattr(given, '__name__', given)!s:.80}"):
-            if not isinstance(given, type) and (not callable(given) or hasattr(given, "reset")):
-                raise ConfigError("give its class, so that each completion gets its own")
-            shown, outcome = tried(given, timeout_of(given), lambda made: None)
-            if outcome.error:
-                raise outcome.error
-            return cls(given, shown, timeout_of(shown, given))
+            session = Session(given, TIMEOUT_S)
+            shown = session.begin()
+            timeout_s = seconds(getattr(shown, "timeout_s", TIMEOUT_S))
+            assert callable(shown.reset)  # a function may return anything
+            session.close()
+            return cls(given, shown, timeout_s)
 
     @property
     def name(self) -> str:
         """The name of the class, which is also the name of its reward."""
         return type(self.shown).__name__
-
-
-def timeout_of(*givers: Any) -> float:
-    """The `timeout_s` of the first object that has one, else the default. Raises ConfigError."""
-    for giver in givers:
-        if hasattr(giver, "timeout_s"):
-            return seconds(giver.timeout_s)
-    return TIMEOUT_S
-
-
-def tried(
-    make: Callable[[], Any], timeout_s: float, use: Callable[[Any], object]
-) -> tuple[Any, Outcome]:
-    """Make an environment, use it once and close it; return it and the outcome of the use."""
-    session = Session(make, timeout_s)
-    outcome = called(lambda: use(session.begin()), timeout_s)
-    environment = session.environment
-    called(session.close, timeout_s)  # dialogues warn of an error in `close`
-    return environment, outcome
 
 
 def by_name(what: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,13 +182,6 @@ class EnvironmentSet:
         return self.specs[name]
 
 
-def reset(environment: Any, example: Example, timeout_s: float) -> str:
-    """Reset an environment; return its first observation as a text."""
-    row = copy.deepcopy(arguments_of(environment, example))  # an episode may change its row
-    observation = environment.reset(**row)
-    return as_text(finished(observation, timeout_s))
-
-
 def as_text(observation: Any) -> str:
     """The text of a result of `reset` or `step`. Raises TypeError if it has none.
 
@@ -256,11 +236,13 @@ class TurnTask(WrappedTask):
         example = replace(example, fields={"seed": seed, **example.fields})
         spec = self.environments.spec_of(example)
         about = f"environment {spec.name}: {example.label}"
-        begin = partial(reset, example=example, timeout_s=spec.timeout_s)
-        environment, (_, observation, error) = tried(spec.make, spec.timeout_s, begin)
+        session = Session(spec.make, spec.timeout_s)
+        begin = partial(session.reset, example)
+        _, observation, error = called(begin, spec.timeout_s)
+        called(session.close, spec.timeout_s)
         if error:
             raise RunFailed(f"{about}: {failure(error)}") from error
-        if environment is spec.shown:
+        if session.environment is spec.shown:
             advice = "make a new one for each completion"
             raise ConfigError(f"{about}: the callable returned the same object again; {advice}")
 
