@@ -53,15 +53,6 @@ class Config(Settings):
             raise ConfigError("--kl-coef needs samples of the model, and --loss nll has none")
         if loss.reference and not loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
-        divides_by_mean = loss.scale == "mean" or (loss.name == "maxrl" and loss.scale == "auto")
-        may_be_negative = (
-            loss.overlong == "punish"
-            or (loss.kl_coef and loss.kl == "k1_reward")
-            or any(weight < 0 for weight in self.task.reward_weights.values())
-        )
-        if divides_by_mean and may_be_negative and loss.aggregate == "sum-then-normalize":
-            causes = "--overlong punish, --kl k1_reward, --reward-weights below 0"
-            raise ConfigError(f"--loss maxrl and --scale mean exclude negative rewards ({causes})")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         return self
