@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ from .processes import LATE
 
 
 def seconds(given: Any) -> float:
-    """The deadline that a user gives, in seconds. Raises ConfigError for anything else."""
-    if not (isinstance(given, Real) and 0 < float(given) < math.inf):
+    """The deadline that a user gives, in seconds. Raises an error for anything else."""
+    if not 0 < given < math.inf:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {given!r:.80}")
     return float(given)
 

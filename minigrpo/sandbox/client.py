@@ -124,7 +124,7 @@ class Worker:
         if unheld:
             # with this stacklevel Python shows the warning once, whoever runs programs
             warnings.warn(
-                f"the kernel does not keep programs in the sandbox from {' and '.join(unheld)}: "
+                f"in the sandbox the kernel does not guard {' and '.join(unheld)}: "
                 "only an audit hook of Python does, and hostile code can get around it",
                 stacklevel=1,
             )

@@ -73,12 +73,6 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 ASK_VERSION, PATH_BENEATH, READ_FILE, READ_DIR = 1, 1, 1 << 2, 1 << 3
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 SCMP_ACT_ERRNO, SCMP_ACT_ALLOW, SCMP_CMP_MASKED_EQ = 0x50000, 0x7FFF0000, 7
-# what a program may do if the kernel does not take such rules
-NO_FILTER = (
-    "starting processes, sending signals and opening sockets (libseccomp.so.2 is missing, or "
-    "filters are forbidden)"
-)
-NO_LANDLOCK = "opening files (Landlock is missing)"
 
 
 def encode(value: Any) -> object:
@@ -230,16 +224,16 @@ def main(control: socket.socket) -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     os.environ.clear()
     time.tzset()  # reads the machine's time zone from a file that no program can read
-    unheld = list[str]()  # what the kernel does not keep a program from
+    unheld = list[str]()  # what the kernel does not guard, and what it lacks for that
     hold_calls = None
     try:
         hold_calls = filter_of_calls()
     except OSError:
-        unheld.append(NO_FILTER)
+        unheld.append("system calls (libseccomp)")
     try:
         hold_files()
     except OSError:
-        unheld.append(NO_LANDLOCK)
+        unheld.append("files (Landlock)")
     done = b"e"
     while done:
         ours, theirs = socket.socketpair()

@@ -81,7 +81,6 @@ class CallForm:
 
     begin: str
     end: str
-    needs: frozenset[str] = frozenset()  # an object without these keys is an answer, not a call
 
     def find(self, text: str) -> list[Call]:
         """The calls in a turn, outside its thoughts. Marks inside a call do not count."""
@@ -107,8 +106,7 @@ class CallForm:
             closing = re.compile(rf"\s*{self.end}").match(text, stop)
             if closing:
                 entries = loaded if isinstance(loaded, list) else [loaded]
-                calls = [_call(each) for each in entries if not self.needs or self.needs <= {*each}]
-                return calls, closing.end()
+                return [_call(each) for each in entries], closing.end()
         # An unreadable call counts if it ends. The model is told that there is no such tool.
         closing = re.compile(self.end).search(text, start)
         if not closing:
@@ -131,7 +129,6 @@ FORMS = (
         r"(?:\A|(?<=</think>))\s*(?:<\|python_tag\|>\s*)?"
         r'(?=\{.*\}\s*\Z)(?=.*"name")(?=.*"parameters")',
         r"\Z",
-        needs=frozenset({"name", "parameters"}),
     ),
 )
 
