@@ -112,7 +112,7 @@ class Dialogues:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a chat template that cannot write answers."""
-        self.has_warned = False
+        self.warned = set[str]()  # the subjects of the warnings so far
         self.pool = Pool(0)
         self.episodes: list[Episode] = []
         self.call_form: CallForm | None = None
@@ -169,6 +169,11 @@ class Dialogues:
             if error:
                 self._fail(episode, error)
             episode.final = reward
+        for episode in self.episodes:
+            for result in episode.results:
+                if result.error:
+                    warning = f"tool {result.name}: {failure(result.error)}; the model reads it"
+                    self._warn_once(result.name, warning)
         texts = [episode.completion() for episode in self.episodes]
         size = completions.completion_ids.shape[1]
         return [texts[start : start + size] for start in range(0, len(texts), size)]
@@ -186,13 +191,16 @@ class Dialogues:
         self.pool.close()
         self.episodes = []
 
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self.warned:
+            self.warned.add(about)
+            self.warn(text)
+
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        """Note an error, and warn of the first one; sys.exit() raises one too."""
+        """Note an error; sys.exit() raises one too."""
         episode.error = failure(error)
-        if not self.has_warned:
-            self.has_warned = True
-            advice = "such a dialogue counts as the worst of its group"
-            self.warn(f"environment: {episode.error}; {advice}")
+        advice = "such a dialogue counts as the worst of its group"
+        self._warn_once("error", f"environment: {episode.error}; {advice}")
 
     def _receive(self, episode: Episode, messages: list[Message]) -> list[int]:
         """Add an answer to the messages. Returns its tokens, or none if the dialogue has ended."""

@@ -140,6 +140,7 @@ class Result:
     name: str  # the name that was called
     content: str  # the text that the model reads
     has_failed: bool = False
+    error: BaseException | None = None  # the error that the tool raised
 
     @property
     def message(self) -> Message:
@@ -168,4 +169,5 @@ def result_of(
         findings = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in errors]
         return Result(name, f"{name} did not work: {'; '.join(findings)}", has_failed=True)
     except BaseException as error:  # sys.exit() too
-        return Result(name, f"{name} did not work: {error_text(error)}", has_failed=True)
+        content = f"{name} did not work: {error_text(error)}"
+        return Result(name, content, has_failed=True, error=error)
