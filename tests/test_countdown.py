@@ -26,7 +26,7 @@ from minigrpo.tasks.countdown import (
     solves,
 )
 from minigrpo.tools.models import OpenedModel
-from minigrpo.turns.tools import FORMS
+from minigrpo.turns.tools import calls_of
 from minigrpo.types import Completion
 from minigrpo.userfiles import load_file
 
@@ -210,7 +210,7 @@ def test_the_model_that_ships_calls_the_calculator() -> None:
     done = grade(opened.sampler, opened.scorer, held_out_examples(opened.job.task, 8), 4)
     answered = 0
     for text in itertools.chain(*done.texts):
-        calls = [call for turn in said(text, "assistant") for call in FORMS[0].find(turn)]
+        calls = [call for turn in said(text, "assistant") for call in calls_of(turn)]
         asked = [arguments for _, arguments in calls if "expression" in arguments]
         if len(asked) == len(calls) and not text.cut:
             answers = [TOOL.calculate(**arguments) for arguments in asked]

@@ -17,7 +17,7 @@ from ..text.tokenizer import Tokenizer
 from ..types import Completion, Completions, ConfigError, Example, Warn
 from ..userfiles import failure
 from .environments import EnvironmentSet, EnvironmentSpec, Session, as_text, is_game
-from .tools import CALL_ID, FORMS, CallForm, Result, result_of
+from .tools import CALL_ID, FORMS, CallForm, Result, calls_of, result_of
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Episode:
             tools = self.environments.tools_of(environment)
             results = [
                 result_of(tools, name, arguments, timeout_s)
-                for name, arguments in (form.find(text) if form else [])
+                for name, arguments in calls_of(text, form)
             ]
             self.results += results
             return [result.message for result in results]
@@ -249,7 +249,7 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
     """The form in which the chat template writes a call. Raises ConfigError for an unknown one."""
     chat = tokenizer.chat
     assert chat
-    arguments = {"word": "tea", "number": 4}
+    arguments = {"word": "tea", "other": "green tea"}  # some forms have only texts
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
     asked = {"role": "user", "content": "A"}

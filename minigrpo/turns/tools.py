@@ -56,7 +56,7 @@ class Tool:
         call.__annotations__ = get_type_hints(self.function, include_extras=True)
         return call
 
-    @property
+    @cached_property
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates expect it, from its type hints and its docstring."""
         about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
@@ -73,6 +73,21 @@ class Tool:
         parameters = {key: whole[key] for key in SCHEMA_KEYS if key in whole}
         function = {"name": self.name, "description": about.strip(), "parameters": parameters}
         return {"type": "function", "function": function}
+
+    def call(self, arguments: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> Any:
+        """The result of a call. Arguments are converted to the function's types, or refused.
+
+        A text is read as JSON where no text is expected: some forms of calls have only texts.
+        """
+        properties = self.schema["function"]["parameters"]["properties"]
+        read = dict(arguments)
+        for name, value in arguments.items():
+            schema = properties.get(name, {})
+            types = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
+            if isinstance(value, str) and schema and "string" not in types:
+                with suppress(ValueError):
+                    read[name] = json.loads(value)
+        return finished(validate_call(self.typed)(**read), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,22 @@ class CallForm:
         return [(written.strip(), {})], start + len(written)
 
 
+@dataclass(frozen=True)
+class TaggedForm(CallForm):
+    """Qwen3.5's form: the name of the tool and each argument, as a text, in tags of their own."""
+
+    def _read(self, text: str, start: int) -> tuple[list[Call], int]:
+        name, _, _ = text[start:].partition(">")
+        place = start + len(name) + 1
+        arguments = {}
+        while begun := re.compile(r"\s*<parameter=([^>\n]+)>\n?").match(text, place):
+            value, closing, _ = text[begun.end() :].partition("</parameter>")
+            arguments[begun[1]] = value.removesuffix("\n")
+            place = begun.end() + len(value + closing)
+        ended = re.compile(rf"\s*</function>\s*{self.end}").match(text, place)
+        return ([(name, arguments)], ended.end()) if ended else super()._read(text, start)
+
+
 def _call(entry: Any) -> Call:
     """The call in an entry of JSON. An entry without a name calls a tool named by its own text."""
     if isinstance(entry, dict) and "name" in entry:
@@ -123,6 +154,7 @@ def _call(entry: Any) -> Call:
 
 
 FORMS = (
+    TaggedForm(r"<tool_call>\s*<function=", "</tool_call>"),
     CallForm("<tool_call>", "</tool_call>"),  # Qwen's
     CallForm(r"\[TOOL_CALLS\]", r"\Z"),  # Mistral's, a list of calls
     CallForm(  # Llama's, an object that is the whole turn after its thoughts
@@ -131,6 +163,18 @@ FORMS = (
         r"\Z",
     ),
 )
+
+
+def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
+    """The tools that a turn calls outside its thoughts, by name, with their arguments.
+
+    `form` is the form of the chat template. Without it, the first form that finds calls counts.
+    """
+    for each in [form] if form else FORMS:
+        calls = each.find(text)
+        if calls:
+            return calls
+    return []
 
 
 @dataclass(frozen=True)
@@ -158,11 +202,8 @@ def result_of(
     if not isinstance(arguments, Mapping):
         needed = "its arguments must be an object with their names"
         return Result(name, f"{name} did not work: {needed}.", has_failed=True)
-    # Arguments are converted to the function's types, or refused.
-    function = validate_call(tools[name].typed)
     try:
-        answer = finished(function(**arguments), timeout_s)
-        return Result(name, str(answer))
+        return Result(name, str(tools[name].call(arguments, timeout_s)))
     except ValidationError as error:
         # The errors, by place, without contents that differ between runs.
         errors = error.errors(include_url=False, include_context=False, include_input=False)
