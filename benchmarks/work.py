@@ -21,7 +21,6 @@ from torch import Tensor
 from minigrpo.build import FrozenModels, Job, make_scorer, resolve
 from minigrpo.config import Config, read_toml
 from minigrpo.given import Given
-from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.model.packing import pack
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope
@@ -228,7 +227,7 @@ class Step:
         loss = Given().loss_spec(config)
         warn = Strict().warn
         dist = DistContext()
-        precision = Precision(config.speed, self.device, NonFiniteGuard())
+        precision = Precision(config.speed, self.device)
         trained = copy.deepcopy(work.model) if model is None else model
         source = ModelSource.of(config.model.name, config.task.name)
         self.model = source.start(config, job.tokenizer, print, {}, trained)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from .errors import RunFailed as RunFailed
 from .types import Warn
 
-BAD_STEPS_TO_HALVE = 3  # in a row; from then on half the learning rate, and float32
-BAD_STEPS_TO_STOP = 6
+BAD_STEPS_TO_STOP = 6  # in a row
 SCALE_FLOOR = 1.0  # below it, the scaler would make gradients smaller than they are
 T = TypeVar("T")
 
@@ -27,19 +26,15 @@ class Diverged(RunFailed):
 
 @dataclass
 class NonFiniteGuard:
-    """Counts skipped steps, and decides when to halve the learning rate and when to stop."""
+    """Counts skipped steps, and decides when to stop."""
 
     skipped: int = 0
     in_a_row: int = 0
-    halvings: int = 0  # of the learning rate
     overflows: int = 0  # updates that the loss scaler skipped while it lowered its scale
 
-    def skip(self, warn: Warn) -> None:
+    def skip(self) -> None:
         self.skipped += 1
         self.in_a_row += 1
-        if self.in_a_row == BAD_STEPS_TO_HALVE:
-            self.halvings += 1
-            warn(f"{self.in_a_row} bad steps in a row: now half the learning rate, and float32")
 
     def check(self) -> None:
         """Raise Diverged if BAD_STEPS_TO_STOP in a row were bad."""

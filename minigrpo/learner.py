@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from . import losses
 from .config import Config
-from .guard import Diverged, OOMBackoff, largest_weight
+from .guard import Diverged, NonFiniteGuard, OOMBackoff, largest_weight
 from .losses import LossNormalizer, LossSpec
 from .model.lora import load_trained_state, trained_state
 from .model.packing import Packing, pack
@@ -37,13 +37,13 @@ class Learner:
     config: Config
     model: Transformer
     loss: LossSpec
-    precision: Precision  # has the guard that counts bad steps
+    precision: Precision
     dist: DistContext
     warn: Warn
 
     def __post_init__(self) -> None:
         config = self.config
-        self.guard = self.precision.guard
+        self.guard = NonFiniteGuard()
         self.device = self.model.device
 
         # the objective; a clip or cap that is None is the loss's own
@@ -74,7 +74,7 @@ class Learner:
         """
         # 1. What the updates share.
         self.guard.check()
-        learning_rate = learning_rate_at(step, self.config) * 0.5**self.guard.halvings
+        learning_rate = learning_rate_at(step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         prepared, normalizer = self.prepare(batch)
@@ -93,7 +93,7 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             lowered_scale = self.guard.update_scale(self.scaler, loss)  # float16 may need that
             if not (is_finite or lowered_scale):
-                self.guard.skip(self.warn)
+                self.guard.skip()
                 self.warn(f"step {step + 1}: loss {loss:g}, gradient norm {norm:g}: no update")
                 break
         else:

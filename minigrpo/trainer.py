@@ -20,7 +20,7 @@ from .checks import check_examples, digests
 from .config import Config
 from .evaluate import measure
 from .given import Given
-from .guard import Diverged, NonFiniteGuard, RunFailed
+from .guard import Diverged, RunFailed
 from .identity import digest
 from .learner import Learner
 from .metrics import rollout_metrics
@@ -80,7 +80,7 @@ class Trainer:
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)
-        precision = Precision(config.speed, self.device, NonFiniteGuard())
+        precision = Precision(config.speed, self.device)
         frozen = FrozenModels(job, self.model, precision, console, checksums, config.model.name)
         self.scorer = make_scorer(job, frozen, console.warn)
         check_examples(job, given, self.model.shape.context, console)

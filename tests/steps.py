@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from minigrpo import Config, Trainer
-from minigrpo.guard import NonFiniteGuard
 from minigrpo.learner import Learner
 from minigrpo.losses import LossSpec
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope, ShortConvShape
@@ -134,7 +133,7 @@ def make_learner(
     config: Config, model: Transformer, loss: LossSpec, dist: DistContext | None = None
 ) -> Learner:
     """A learner alone, without a run."""
-    precision = Precision(config.speed, model.device, NonFiniteGuard())
+    precision = Precision(config.speed, model.device)
     dist = dist or DistContext()
     return Learner(config, model, loss, precision=precision, dist=dist, warn=print)
 

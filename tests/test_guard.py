@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from minigrpo.guard import (
-    BAD_STEPS_TO_HALVE,
     BAD_STEPS_TO_STOP,
     SCALE_FLOOR,
     Diverged,
@@ -34,23 +33,18 @@ from .tiny import refused
 def ignore(text: str) -> None: ...
 
 
-def test_bad_steps_in_a_row_halve_the_learning_rate_and_then_stop() -> None:
+def test_bad_steps_in_a_row_stop_the_run() -> None:
     guard = NonFiniteGuard()
-    for _ in range(BAD_STEPS_TO_HALVE - 1):
-        guard.skip(ignore)
+    guard.skip()
     guard.in_a_row = 0  # a good step
-    for _ in range(BAD_STEPS_TO_HALVE):
-        assert guard.halvings == 0
-        guard.skip(ignore)
-    assert guard.halvings == 1
-    while guard.in_a_row < BAD_STEPS_TO_STOP - 1:
-        guard.skip(ignore)
+    for _ in range(BAD_STEPS_TO_STOP - 1):
+        guard.skip()
     guard.check()
-    guard.skip(ignore)
+    guard.skip()
     with pytest.raises(Diverged):
         guard.check()
     guard.check()  # a resume tries as many steps again
-    assert guard.skipped == 2 + BAD_STEPS_TO_STOP
+    assert guard.skipped == 1 + BAD_STEPS_TO_STOP
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from minigrpo.build import FrozenModels, Job
 from minigrpo.config import Config
-from minigrpo.guard import NonFiniteGuard
 from minigrpo.model import lora
 from minigrpo.model.linear import NF4, dense, numbers_by_byte, to_nf4
 from minigrpo.model.packing import Packing, pack
@@ -66,7 +65,7 @@ def save(model: Transformer, folder: Path, base: str) -> None:
 
 def frozen_models(model: Transformer, **settings: Any) -> FrozenModels:
     config = Config.of(**settings)
-    precision = Precision(config.speed, model.device, NonFiniteGuard())
+    precision = Precision(config.speed, model.device)
     job = Job(config, load_tokenizer("chess"), Task(), None, ())
     return FrozenModels(job, model, precision, Console(), {}, "")
 
@@ -190,7 +189,7 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
     speed = Config.of(use_amp=True).speed
     completions = make_completions(1)
     exact = gradient(model, completions)
-    with Precision(speed, model.device, NonFiniteGuard()).autocast():
+    with Precision(speed, model.device).autocast():
         low = low_precision_copy(speed, model)
         assert torch.equal(low.logits(TOKENS), model.logits(TOKENS))
         rounded = gradient(model, completions)

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..guard import NonFiniteGuard
 from ..model.transformer import Transformer
 from ..settings import RunConfig, SpeedConfig
 from ..types import ConfigError
@@ -51,12 +50,11 @@ class Precision:
 
     speed: SpeedConfig
     device: torch.device
-    guard: NonFiniteGuard
 
     def autocast(self) -> torch.autocast:
         """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
-        enabled = self.speed.use_amp and self.guard.halvings == 0
-        return torch.autocast(self.device.type, getattr(torch, self.speed.amp_dtype), enabled)
+        dtype = getattr(torch, self.speed.amp_dtype)
+        return torch.autocast(self.device.type, dtype, self.speed.use_amp)
 
 
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
-import torch
 
 from ..config import Config
 from ..guard import OOMBackoff
@@ -83,10 +82,8 @@ class Sampler:
                 dialogues.begin(examples, num_samples)
             # Autocast keeps its casts of trained weights, which graphs read, until this ends.
             with self.autocast():
-                # The guard turns autocast off after bad steps.
-                is_low = torch.is_autocast_enabled(self.model.device.type)
                 generation = Generation(
-                    self.low_precision if is_low else self.model,
+                    self.low_precision,
                     prompt_ids,
                     prompt_len,
                     stops=self.tokenizer.stops,

@@ -12,7 +12,6 @@ from ..build import FrozenModels, Job, make_sampler, make_scorer, make_tokenizer
 from ..config import Config, read_flags, read_toml
 from ..evaluate import complete_prompt, grade, held_out_examples, measure
 from ..given import Given
-from ..guard import NonFiniteGuard
 from ..metrics import SAMPLED, Graded
 from ..model.source import RECORD, ModelSource
 from ..model.transformer import Transformer
@@ -64,7 +63,7 @@ def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> tuple[Transfo
     source = ModelSource.of(config.model.name, config.task.name)
     trained = source.load_trained(say) if source.is_run else None
     model = source.start(config, tokenizer, say, {}, trained).to(device)
-    return model, Precision(config.speed, device, NonFiniteGuard())
+    return model, Precision(config.speed, device)
 
 
 @dataclass(frozen=True)
