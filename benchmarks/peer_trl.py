@@ -17,7 +17,6 @@ from trl import GRPOConfig, GRPOTrainer
 from minigrpo.build import FrozenModels, make_scorer
 from minigrpo.config import Config
 from minigrpo.optimizer import BETAS, learning_rate_at
-from minigrpo.runtime.device import Precision
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.types import Completion, Example
 
@@ -141,9 +140,8 @@ def reward_function(
     work: Work, config: Config, examples: Sequence[Example], metrics: dict[str, float]
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it puts what a step of ours logs into `metrics`."""
-    precision = Precision(config.speed, work.device)
     job = work.with_flags(config)
-    frozen_models = FrozenModels(job, work.model, precision, Strict(), {}, config.model.name)
+    frozen_models = FrozenModels(job, work.model, Strict(), {}, config.model.name)
     scorer = make_scorer(job, frozen_models, Strict().warn)
     group = config.sampling.group_size
 

@@ -30,7 +30,7 @@ from minigrpo.rewards.functions import similarity
 from minigrpo.rng import stream
 from minigrpo.rollout import RolloutBatches
 from minigrpo.run.console import Console
-from minigrpo.runtime.device import PhaseTimer, Precision, pick_device, set_up_process
+from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.task import Task
@@ -227,11 +227,10 @@ class Step:
         loss = Given().loss_spec(config)
         warn = Strict().warn
         dist = DistContext()
-        precision = Precision(config.speed, self.device)
         trained = copy.deepcopy(work.model) if model is None else model
         source = ModelSource.of(config.model.name, config.task.name)
         self.model = source.start(config, job.tokenizer, print, {}, trained)
-        self.learner = Learner(config, self.model, loss, precision=precision, dist=dist, warn=warn)
+        self.learner = Learner(config, self.model, loss, dist=dist, warn=warn)
         dialogues = None
         if job.environments is not None:
             dialogues = Dialogues(config, job.environments, job.tokenizer, warn)
@@ -240,12 +239,11 @@ class Step:
             config,
             self.model,
             replace(job.tokenizer, stops=stops),
-            autocast=precision.autocast,
             warn=warn,
             speculate=job.task.speculate,
             dialogues=dialogues,
         )
-        frozen_models = FrozenModels(job, self.model, precision, Strict(), {}, config.model.name)
+        frozen_models = FrozenModels(job, self.model, Strict(), {}, config.model.name)
         per_step = config.sampling.prompts_per_step
         self.batches = RolloutBatches(
             config,

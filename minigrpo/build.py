@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from .config import Config
@@ -17,7 +17,7 @@ from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
 from .rewards.scorer import RewardScorer
 from .run.console import Console
-from .runtime.device import Precision, low_precision_copy
+from .runtime.device import autocast, low_precision_copy
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF
 from .task import Task
@@ -112,7 +112,6 @@ class FrozenModels:
 
     job: Job
     policy: Transformer
-    precision: Precision
     console: Console
     checksums: dict[str, str]  # gets one for each model that a resume loads again
     initial: str  # the name of the model that the run began with
@@ -153,7 +152,7 @@ class FrozenModels:
                 raise ConfigError(f"{label}: its tokenizer is not that of --model")
             model = source.load(config.model.base_dtype, config.run.seed, self.console.say)
             fit_vocab(model, source.name, tokenizer)
-            model = model.to(self.precision.device)
+            model = model.to(self.policy.device)
             record_checksum(self.checksums, label, dict(model.named_parameters()))
         if not shares_weights:
             model = low_precision_copy(config.speed, model.requires_grad_(False))
@@ -164,7 +163,7 @@ class FrozenModels:
             packing=config.speed.packing,
             name=label,
             run_in_parts=OOMBackoff(label, "--micro-batch-size", size, self.console.warn).run,
-            autocast=self.precision.autocast,
+            autocast=partial(autocast, config.speed, self.policy.device),
             offload=config.memory.offload_reference and not shares_weights,
         )
 
@@ -190,7 +189,7 @@ def make_scorer(job: Job, frozen_models: FrozenModels, warn: Warn) -> RewardScor
     return scorer
 
 
-def make_sampler(job: Job, model: Transformer, precision: Precision, warn: Warn) -> Sampler:
+def make_sampler(job: Job, model: Transformer, warn: Warn) -> Sampler:
     """The model, ready to sample from, for the examples of the task."""
     dialogues = None  # each completion is a single turn
     if job.environments is not None:
@@ -199,7 +198,6 @@ def make_sampler(job: Job, model: Transformer, precision: Precision, warn: Warn)
         job.config,
         model,
         job.tokenizer,
-        autocast=precision.autocast,
         warn=warn,
         speculate=job.task.speculate,
         dialogues=dialogues,

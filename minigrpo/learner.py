@@ -18,7 +18,7 @@ from .model.lora import load_trained_state, trained_state
 from .model.packing import Packing, pack
 from .model.transformer import Predictions, Transformer
 from .optimizer import grad_scaler, learning_rate_at, make_optimizer
-from .runtime.device import Precision
+from .runtime.device import autocast
 from .runtime.distributed import DistContext
 from .types import RolloutBatch, Warn
 
@@ -37,7 +37,6 @@ class Learner:
     config: Config
     model: Transformer
     loss: LossSpec
-    precision: Precision
     dist: DistContext
     warn: Warn
 
@@ -223,7 +222,7 @@ class Learner:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
         assert micro_batch.packed is not None  # by `prepare`
         packing = Packing.of(micro_batch.packed, self.device)
-        with self.precision.autocast():
+        with autocast(self.config.speed, self.device):
             return self.wrapped(packing, self.config.sampling.temperature, self.learns_entropy)
 
     def _total(self, measured: Sequence[Metrics]) -> Metrics:

@@ -30,7 +30,7 @@ from .rollout import RolloutBatches, SupervisedBatches
 from .run.console import Console
 from .run.logging import RunLog, log_group, log_held_out
 from .run.run_dir import RunDir, choose_folder
-from .runtime.device import PhaseTimer, Precision, memory_mib, pick_device, profiler, set_up_process
+from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
@@ -80,8 +80,7 @@ class Trainer:
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)
-        precision = Precision(config.speed, self.device)
-        frozen = FrozenModels(job, self.model, precision, console, checksums, config.model.name)
+        frozen = FrozenModels(job, self.model, console, checksums, config.model.name)
         self.scorer = make_scorer(job, frozen, console.warn)
         check_examples(job, given, self.model.shape.context, console)
         self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
@@ -89,8 +88,8 @@ class Trainer:
         if dist.world_size > 1:
             dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
-        self.learner = Learner(config, self.model, loss, precision, dist, console.warn)
-        self.sampler = make_sampler(job, self.model, precision, console.warn)
+        self.learner = Learner(config, self.model, loss, dist, console.warn)
+        self.sampler = make_sampler(job, self.model, console.warn)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.

@@ -16,7 +16,6 @@ from minigrpo.learner import Learner
 from minigrpo.losses import LossSpec
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.transformer import Transformer
-from minigrpo.runtime.device import Precision
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.types import Completion, Completions
 
@@ -133,9 +132,8 @@ def make_learner(
     config: Config, model: Transformer, loss: LossSpec, dist: DistContext | None = None
 ) -> Learner:
     """A learner alone, without a run."""
-    precision = Precision(config.speed, model.device)
     dist = dist or DistContext()
-    return Learner(config, model, loss, precision=precision, dist=dist, warn=print)
+    return Learner(config, model, loss, dist=dist, warn=print)
 
 
 def bits(trainer: Trainer) -> str:

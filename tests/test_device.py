@@ -47,7 +47,7 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
     x = torch.ones(2, 2)
     for options, dtype in (({}, torch.float32), ({"use_amp": True}, torch.bfloat16)):
         speed = config(**options).speed
-        with layers.Precision(speed, CPU).autocast():
+        with layers.autocast(speed, CPU):
             assert (x @ x).dtype == dtype
         assert not grad_scaler(speed, CPU).is_enabled()
     half = config(use_amp=True, amp_dtype="float16").speed
@@ -63,7 +63,7 @@ def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> Non
     assert cast and all(name.startswith("h.0") for name in cast)
     pairs = zip(model.named_parameters(), low.parameters(), strict=True)
     assert all((a is b) == (name not in cast) for (name, a), b in pairs)
-    with torch.no_grad(), layers.Precision(speed, CPU).autocast():
+    with torch.no_grad(), layers.autocast(speed, CPU):
         assert torch.equal(low.logits(IDS), model.logits(IDS))
 
 

@@ -21,7 +21,7 @@ from minigrpo.model.shape import Size
 from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import Transformer
 from minigrpo.run.console import Console
-from minigrpo.runtime.device import Precision, low_precision_copy
+from minigrpo.runtime.device import autocast, low_precision_copy
 from minigrpo.settings import INITIAL
 from minigrpo.task import Task
 from minigrpo.text.tokenizer import load_tokenizer
@@ -65,9 +65,8 @@ def save(model: Transformer, folder: Path, base: str) -> None:
 
 def frozen_models(model: Transformer, **settings: Any) -> FrozenModels:
     config = Config.of(**settings)
-    precision = Precision(config.speed, model.device)
     job = Job(config, load_tokenizer("chess"), Task(), None, ())
-    return FrozenModels(job, model, precision, Console(), {}, "")
+    return FrozenModels(job, model, Console(), {}, "")
 
 
 def gradient(model: Transformer, completions: Completions) -> list[Tensor]:
@@ -189,7 +188,7 @@ def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
     speed = Config.of(use_amp=True).speed
     completions = make_completions(1)
     exact = gradient(model, completions)
-    with Precision(speed, model.device).autocast():
+    with autocast(speed, model.device):
         low = low_precision_copy(speed, model)
         assert torch.equal(low.logits(TOKENS), model.logits(TOKENS))
         rounded = gradient(model, completions)

@@ -1,7 +1,6 @@
 """Sampling: every token is that of a loop without cache, batch or drafts, which is written here."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -263,7 +262,7 @@ def make_sampler(*, speculate: bool = False, **settings: Any) -> Sampler:
     with torch.no_grad():
         model = Transformer(SHAPES["gpt2"], seed=1).double()
         model.head_weight.mul_(4)
-    others = {"autocast": nullcontext, "warn": print, "speculate": speculate}
+    others = {"warn": print, "speculate": speculate}
     return Sampler(config, model, Letters(), **others)
 
 
@@ -306,7 +305,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
 
     def completed(answers: Sequence[str], stop: list[str]) -> Completions:
         config = Config.of(max_new_tokens=size, stop=stop)
-        options = {"autocast": nullcontext, "warn": print, "speculate": drafts}
+        options = {"warn": print, "speculate": drafts}
         sampler = Sampler(config, model, tokenizer, **options)
         sampled = sampler.complete(
             [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)],
@@ -373,19 +372,10 @@ def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.Monke
     model = Transformer(ModelShape(VOCAB, context=40, layers=attending(1), width=16, heads=2))
     generation = Mock(wraps=Generation)
     monkeypatch.setattr(sampler_module, "Generation", generation)
-    enabled = True
-    sampler = Sampler(
-        Config.of(max_new_tokens=LENGTH, use_amp=True),
-        model,
-        Letters(),
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=enabled),
-        warn=print,
-    )
+    config = Config.of(max_new_tokens=LENGTH, use_amp=True)
+    sampler = Sampler(config, model, Letters(), warn=print)
     completed(sampler)
     used = generation.call_args.args[0]
     assert used is sampler.low_precision is not model
     for a, b in zip(used.parameters(), model.parameters(), strict=True):
         assert a is b
-    enabled = False  # as after a fallback to float32
-    completed(sampler)
-    assert generation.call_args.args[0] is model

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,17 +43,10 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
             mallopt(threshold, 2**31 - 1)  # bytes: only larger blocks are still returned
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The precision in which the learner, the sampler and frozen models compute."""
-
-    speed: SpeedConfig
-    device: torch.device
-
-    def autocast(self) -> torch.autocast:
-        """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
-        dtype = getattr(torch, self.speed.amp_dtype)
-        return torch.autocast(self.device.type, dtype, self.speed.use_amp)
+def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
+    """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
+    dtype = getattr(torch, speed.amp_dtype)
+    return torch.autocast(device.type, dtype, speed.use_amp)
 
 
 def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:

@@ -1,8 +1,8 @@
 """The Sampler: from examples to completions and their texts."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ..config import Config
 from ..guard import OOMBackoff
 from ..model.transformer import Transformer
-from ..runtime.device import low_precision_copy
+from ..runtime.device import autocast, low_precision_copy
 from ..text.encoding import StopFinder, decode, encode_answer, pad, prompt_within
 from ..text.tokenizer import Tokenizer
 from ..turns.dialogues import Dialogues
@@ -38,7 +38,6 @@ class Sampler:
     model: Transformer  # must not be compiled: shapes differ in every round of decoding
     tokenizer: Tokenizer
     _: KW_ONLY
-    autocast: Callable[[], AbstractContextManager[object]]
     warn: Warn
     speculate: bool = False  # propose the tokens of the true answers
     dialogues: Dialogues | None = None  # what answers turns, or None if a completion is one turn
@@ -65,6 +64,7 @@ class Sampler:
         batch_size: int,
     ) -> Sampled:
         """Complete each example `num_samples` times; a `batch_size` of 0 decodes all at once."""
+        speed = self.config.speed
         max_new_tokens = self.config.sampling.max_new_tokens
         room = self.model.shape.context - max_new_tokens
         prompt_ids, prompt_len = pad([prompt_within(self.tokenizer, x, room) for x in examples])
@@ -81,7 +81,7 @@ class Sampler:
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
             # Autocast keeps its casts of trained weights, which graphs read, until this ends.
-            with self.autocast():
+            with autocast(speed, self.model.device):
                 generation = Generation(
                     self.low_precision,
                     prompt_ids,

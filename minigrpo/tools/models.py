@@ -18,7 +18,7 @@ from ..model.transformer import Transformer
 from ..rewards.scorer import RewardScorer
 from ..run.console import Console
 from ..run.logging import to_json
-from ..runtime.device import Precision, pick_device, set_up_process
+from ..runtime.device import pick_device, set_up_process
 from ..sampling.pick import Distribution
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
@@ -56,14 +56,13 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     return resolve(Config.of(**{**settings, **given}), models=["model"])
 
 
-def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> tuple[Transformer, Precision]:
+def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
     """The model on its device. A run's adapters stay beside their base, as in training."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
     source = ModelSource.of(config.model.name, config.task.name)
     trained = source.load_trained(say) if source.is_run else None
-    model = source.start(config, tokenizer, say, {}, trained).to(device)
-    return model, Precision(config.speed, device)
+    return source.start(config, tokenizer, say, {}, trained).to(device)
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,11 @@ class OpenedModel:
     def of(cls, config: Config, console: Console) -> "OpenedModel":
         """The model and the task of a config from `resolve`. Raises ConfigError."""
         job = Job.of(config, Given())
-        model, precision = open_model(config, job.tokenizer, console.say)
+        model = open_model(config, job.tokenizer, console.say)
         source = ModelSource.of(config.model.name, config.task.name)
         run = source.record.settings if source.record else config
-        frozen_models = FrozenModels(job, model, precision, console, {}, run.model.name)
-        sampler = make_sampler(job, model, precision, console.warn)
+        frozen_models = FrozenModels(job, model, console, {}, run.model.name)
+        sampler = make_sampler(job, model, console.warn)
         return cls(job, sampler, make_scorer(job, frozen_models, console.warn))
 
 
@@ -156,8 +155,8 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
         return
     # the run's task is of no interest, and its files may be gone
     tokenizer = make_tokenizer(config)
-    model, precision = open_model(config, tokenizer, console.say)
-    sampler = Sampler(config, model, tokenizer, autocast=precision.autocast, warn=console.warn)
+    model = open_model(config, tokenizer, console.say)
+    sampler = Sampler(config, model, tokenizer, warn=console.warn)
     texts, whole = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
     for number, (text, is_whole) in enumerate(zip(texts, whole, strict=True), 1):
         label = f"[{number}] " if len(texts) > 1 else ""
