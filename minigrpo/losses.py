@@ -133,13 +133,11 @@ class LossSpec:
     estimator: str = "group_mean"
     scale: str = "group"
     needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
-    # whether a surrogate that is not from this file has a gradient where advantages are 0
-    learns_without_advantage: bool = True
 
     @property
     def skips_zero_advantages(self) -> bool:
         """Whether groups whose advantages are all 0 have no gradient, and need no update."""
-        return self.surrogate in (clipped, cispo) or not self.learns_without_advantage
+        return self.surrogate in (clipped, cispo)
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:

@@ -294,9 +294,6 @@ def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weig
     learner = make_learner_of(Config.of(model="scratch"), model, spec)
     learner.gradient(*learner.prepare(batch))
     assert_same(trained_gradients(model), expected)
-    proportional = replace(spec, learns_without_advantage=False)  # its author knows
-    learner = make_learner_of(Config.of(model="scratch"), model, proportional)
-    assert learner.prompts_with_gradient(batch) == [0]
 
 
 def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:
