@@ -27,8 +27,6 @@ State = dict[str, Any]
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-# the errors of file systems that cannot flush a folder
-NO_FLUSH = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -56,8 +54,8 @@ def flush(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        if not path.is_dir() or error.errno not in NO_FLUSH:
+    except OSError:
+        if not path.is_dir():  # some file systems cannot flush a folder
             raise
 
 
