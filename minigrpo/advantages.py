@@ -1,6 +1,6 @@
 """From rewards `[P, G]` to advantages `[P, G]`: how groups are centred and scaled."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -51,18 +51,6 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 def neutral(scores: PartlyKnown) -> np.ndarray:
     """`[P, G]` values, where those not known are their group's mean, or 0 if none is known."""
     return np.where(scores.known, scores.values, means(scores).values[:, None])
-
-
-def decoupled(scores: Mapping[str, PartlyKnown], weights: Mapping[str, float]) -> Tensor:
-    """The weighted sum of rewards, `[P, G]`, after each was centred and scaled by itself.
-
-    GDPO (arXiv 2601.05242) then takes `advantages` of it with the scale `batch`.
-    """
-    weighted = []
-    for name, weight in weights.items():
-        rewards = torch.from_numpy(neutral(scores[name]))
-        weighted.append(weight * advantages(rewards))
-    return torch.stack(weighted).sum(0)
 
 
 def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .advantages import advantages, decoupled, overlong_punishment, shuffled
+from .advantages import advantages, overlong_punishment, shuffled
 from .config import Config
 from .losses import KL_IN_REWARD, LossSpec
 from .model.frozen_model import FrozenModel
@@ -126,9 +126,6 @@ class RolloutBatches:
         if total.shape[1] == 1:
             return torch.zeros(total.shape)  # nothing to compare with: the signal is a teacher's
         scale = self.loss.scale if settings.scale == "auto" else settings.scale
-        if settings.aggregate == "normalize-then-sum":
-            total = decoupled(batch.rewards.scores, self.scorer.weights)
-            scale = "batch"
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
         if batch.reference_logp is not None and settings.kl == KL_IN_REWARD:

@@ -173,8 +173,6 @@ class LossConfig(Group):
     """Largest ratio (cispo, two-sided clip); the default depends on the loss."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """Divisor of advantages: a standard deviation, or the group's mean; auto follows the loss."""
-    aggregate: Literal["sum-then-normalize", "normalize-then-sum"] = "sum-then-normalize"
-    """normalize-then-sum divides rewards by their group's std, the sum by the batch's (GDPO)."""
     kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
     """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
     kl_coef: NonNegativeFloat = 0.0

@@ -46,7 +46,7 @@ OPTIONS = {
     "teacher": {"teacher": "OTHER", "kl": "k1_reward", "sampler_correction": "sequence-truncate"},
     "self": {"teacher": "self", "teacher_context": "answer", "group_size": 1, "kl_coef": 0},
     "reference": {"reference": "OTHER", "base_dtype": "bfloat16", "kl": "k2", "loss": "dapo"}
-    | {"aggregate": "normalize-then-sum", "shuffle_rewards": True},
+    | {"shuffle_rewards": True},
     "dynamic": {"dynamic_sampling": 2, "loss": "rloo", "sampler_correction": "token-mask"},
     "sft": {"loss": "nll", "micro_batch_size": 2},
     "chat": {"model": "CHAT", "system": "Add.", "loss": "dr_grpo"},

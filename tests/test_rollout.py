@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minigrpo.advantages import advantages, decoupled, overlong_punishment, shuffled
+from minigrpo.advantages import advantages, overlong_punishment, shuffled
 from minigrpo.metrics import rollout_metrics
 from minigrpo.model import packing
 from minigrpo.model.packing import Packing, pack
@@ -176,21 +176,3 @@ def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:
     assert torch.equal(shuffled(total[1:], examples[1:], seed=0, step=3), first[1:])
     for other in ({"seed": 1, "step": 3}, {"seed": 0, "step": 4}):
         assert not torch.equal(shuffled(total, examples, **other), first)
-
-
-def test_rewards_are_scaled_one_by_one_before_they_are_added_up(tmp_path: Path) -> None:
-    """`test_decoupled_advantages_are_those_of_trl` has the sum."""
-    file = tmp_path / "length.py"
-    file.write_text("import minigrpo\n@minigrpo.reward\ndef length(_, text): return len(text)\n")
-    reward_weights = {"similarity": 1.0, "length": -0.5}
-    batch = make_trainer(
-        tmp_path / "run",
-        rewards=str(file),
-        reward_weights=reward_weights,
-        aggregate="normalize-then-sum",
-        overlong="punish",
-    ).batches.batch(0)
-    total = decoupled(batch.rewards.scores, reward_weights)
-    total += overlong_punishment(batch.completions.completion_len, 12)
-    expected = advantages(total, scale="batch")
-    assert_close(batch.advantages, expected, check_dtype=False, rtol=0, atol=1e-5)
