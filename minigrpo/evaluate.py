@@ -12,6 +12,8 @@ from .rng import uniforms
 from .sampling.pick import PLAIN, Distribution
 from .sampling.sampler import Sampled, Sampler
 from .statistics import Estimate, estimate, passes
+from .statistics import calibration as calibration
+from .statistics import pass_at_k as pass_at_k
 from .task import Task
 from .text.chat import Message
 from .types import Completion, Example

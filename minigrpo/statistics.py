@@ -1,4 +1,4 @@
-"""Means, intervals and tests of evaluations.
+"""Means, intervals, tests and calibration of evaluations.
 
 Intervals are 95 %, over examples, because the K completions of one example are not independent.
 Fractions have Wilson's interval, and all other measures have that of Student's t.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
 # The same number for Student's t, as a polynomial in 1 / degrees of freedom, is right within 1 %
@@ -142,3 +143,32 @@ def mcnemar(lost: int, won: int) -> float:
     n = lost + won
     tail = sum(math.comb(n, k) for k in range(min(lost, won) + 1))
     return min(1.0, 2 * tail / 2**n)
+
+
+def calibration(confidence: ArrayLike, correct: ArrayLike) -> dict[str, float]:
+    """Measure how well `[n]` confidences in [0, 1] fit `[n]` outcomes, as RLCR does (2507.16806).
+
+    brier is the mean of (confidence - correct)^2; 0 is best.
+    ece is the expected calibration error with ten bins (Naeini et al. 2015), the sum over bins of
+        (fraction of the answers) x |mean confidence - fraction of right answers|. Bin k holds
+        k/10 <= confidence < (k+1)/10, and the last one also 1.
+    auroc is the probability that a right answer has a higher confidence than a wrong one, where
+        equal ones count one half. It is left out if all answers are right, or all wrong.
+    """
+    q = np.asarray(confidence, dtype=float)
+    c = np.asarray(correct, dtype=float)
+    if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
+        raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
+    # Rounding keeps 0.7 in its bin: in float32 it is 0.69999999.
+    tenths = np.round(q * 10, 6)
+    gaps, _ = np.histogram(tenths, bins=10, range=(0, 10), weights=q - c)
+    measures = {
+        "brier": float(np.mean((q - c) ** 2)),
+        "ece": float(np.abs(gaps).sum() / len(q)),
+    }
+    if c.min() < c.max():
+        right = q[c == 1]
+        wrong = np.sort(q[c == 0])
+        wins = np.searchsorted(wrong, right, "left") + np.searchsorted(wrong, right, "right")
+        measures["auroc"] = float((wins / 2).mean() / len(wrong))
+    return measures

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -122,3 +123,37 @@ def test_mcnemar_is_the_two_sided_sign_test(lost: int, won: int) -> None:
     distance = abs(np.arange(n + 1) - n / 2)
     as_odd = distance >= abs(lost - won) / 2
     assert stats.mcnemar(lost, won) == pytest.approx(ways[as_odd].sum() / 2**n)
+
+
+CONFIDENCES = st.integers(0, 10).map(lambda tenths: tenths / 10)
+
+
+@given(st.lists(st.tuples(CONFIDENCES, st.integers(0, 1)), min_size=1))
+def test_each_measure_of_calibration_is_its_formula(answers: list[tuple[float, int]]) -> None:
+    confidences, outcomes = zip(*answers, strict=True)
+    n = len(answers)
+    found = stats.calibration(confidences, outcomes)
+    assert found["brier"] == pytest.approx(sum((q - c) ** 2 for q, c in answers) / n)
+    gaps = Counter()
+    for q, c in answers:
+        gaps[min(round(q * 10), 9)] += q - c
+    assert found["ece"] == pytest.approx(sum(map(abs, gaps.values())) / n)
+    right = [q for q, c in answers if c]
+    wrong = [q for q, c in answers if not c]
+    wins = [(q > p) + (q == p) / 2 for q in right for p in wrong]
+    assert found.get("auroc") == (pytest.approx(np.mean(wins)) if wins else None)
+
+
+def test_an_edge_of_calibration_belongs_to_the_bin_above() -> None:
+    edges = np.arange(11, dtype=np.float32) / np.float32(10)
+    # one answer per bin, but for the last, which has two: all gaps have the same sign
+    assert stats.calibration(edges, np.zeros(11))["ece"] == pytest.approx(0.5)
+    one_bin = stats.calibration(np.float32([0.7, 0.75]), [1, 0])  # gaps of -0.3 and 0.75
+    assert one_bin["ece"] == pytest.approx(0.225)
+
+
+def test_what_is_no_confidence_or_outcome_is_refused() -> None:
+    others = [([], []), ([0.5], [1, 0]), ([1.5], [1]), ([math.nan], [1]), ([0.5], [0.5])]
+    for confidence, correct in others:
+        with pytest.raises(ValueError):
+            stats.calibration(confidence, correct)
