@@ -30,6 +30,7 @@ KINDS = {
     "mistral": ("mistral", "</s>"),
 }
 PUBLISHED = {"qwen2_5": "qwen", "qwen3": "qwen", "llama3_1": "llama", "phi3": "qwen"}
+PUBLISHED |= dict.fromkeys(("qwen3_5_think", "qwen3_5_nothink", "lfm2", "lfm2_2_5_v2"), "qwen")
 DIALOGUES = [
     ask(" 1+1? "),
     ask("Who's naïve?\n\n  象棋", "<think>me</think>\n\nYou.", "And 12?", system="Be short. "),
@@ -140,6 +141,9 @@ def test_beginnings_are_continued_as_by_transformers(tmp_path: Path, kind: str) 
         if kind == "llama3.2":  # the date is fixed
             expected = re.sub("(?<=Today: ).*", "26 Jul 2024", expected)
         assert chat.prompt(messages) == expected
+    asked = ask("a", "b", "c", system="Short.")
+    expected = theirs.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert kind == "llama3.2" or chat.prompt(asked) == expected
 
 
 NO_THOUGHT = "<think>\n\n</think>\n\n"
