@@ -22,7 +22,8 @@ from rich.console import Console
 from minigrpo import Config
 from minigrpo.build import Job
 from minigrpo.model.config_json import write_config
-from minigrpo.model.shape import AttentionShape, ModelShape, Rope
+from minigrpo.model.delta import CHUNK, gated_delta, unit
+from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import memory_mib, pick_device, set_up_process
 from minigrpo.sampling.pick import Distribution
@@ -37,13 +38,23 @@ LAYER = (AttentionShape(rope=Rope()),)
 SHAPES = {
     "0.5B": ModelShape(151936, 2048, 24 * LAYER, 896, 14, "qwen2", kv_heads=2, mlp_width=4864),
     "7B": ModelShape(151936, 2048, 28 * LAYER, 3584, 28, "qwen2", 4, mlp_width=18944, tied=False),
+    "Qwen3.5-0.8B": ModelShape(
+        vocab_size=248320,
+        context=2048,
+        layers=6 * (*3 * (GatedDeltaShape(),), AttentionShape(rope=Rope(1e7, fraction=0.25))),
+        width=1024,
+        family="qwen3_5_text",
+        kv_heads=2,
+        head_dim=256,
+        mlp_width=3584,
+    ),
     "dry": ModelShape(500, 256, 2 * LAYER, 64, 4, "qwen2", kv_heads=2, mlp_width=96),
 }
 
 
 @dataclass(frozen=True)
 class Gpu(Outputs):
-    """Decoding, updates and memory with the shapes of Qwen2.5; every option; `pytest -m gpu`."""
+    """Decoding, updates and memory with the shapes of Qwen2.5 and Qwen3.5; every option; `pytest -m gpu`."""
 
     dry: bool = False
     """Tiny shapes on a CPU, to try the script itself."""
@@ -72,6 +83,11 @@ class Gpu(Outputs):
                 card.rollout, "7B", cuda_graphs=True, **adapters
             )
             steps[f"7B, {dtype}, update"] = partial(card.update, "7B", **adapters)
+        hybrid = "Qwen3.5-0.8B"
+        steps[hybrid] = partial(card.rollout, hybrid)
+        steps[f"{hybrid}, graphs"] = partial(card.rollout, hybrid, cuda_graphs=True)
+        steps[f"{hybrid}, update"] = partial(card.update, hybrid)
+        steps["scan"] = card.scan
         steps["compiled"] = partial(card.update, "0.5B", compile_model=True)
         steps["tests"] = card.tests
         end = time.monotonic() + 60 * self.minutes
@@ -218,6 +234,25 @@ class Card:
             seconds, _ = self.seconds_of(partial(step.learner.learn, batch, number))
         planned = peak_of(components_of(step.config, step.model.shape, self.prompt_len)) / 2**20
         return {"s": seconds, "planned_mib": planned}
+
+    def scan(self) -> dict[str, float]:
+        """The recurrence of a layer of Qwen3.5-0.8B along all completions, and its solve alone."""
+        rows, heads, size = self.prompts * self.group, 2 if self.dry else 16, 128
+        like = torch.rand(rows, heads, self.new_tokens, size, device=self.device)
+        q, k, v = (unit(torch.randn_like(like)).requires_grad_() for _ in range(3))
+        strength = torch.rand_like(like[..., 0])
+        states = torch.zeros(rows, heads, size, size, device=self.device)
+        system = torch.rand(rows * heads * -(-self.new_tokens // CHUNK), CHUNK, CHUNK)
+        system = system.to(self.device).tril(-1)
+        wanted = torch.rand(len(system), CHUNK, 2 * size, device=self.device)
+        solve = partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
+        for _ in range(2):  # the first one warms up
+            forward_s, (outputs, _) = self.seconds_of(
+                lambda: gated_delta(q, k, v, -strength, strength, states)
+            )
+            backward_s, _ = self.seconds_of(outputs.sum().backward)
+            solve_s, _ = self.seconds_of(lambda: solve(system, wanted))
+        return {"forward_s": forward_s, "backward_s": backward_s, "solve_s": solve_s}
 
     def tests(self) -> dict[str, Any]:
         words = f"-m pytest -q -m gpu -o addopts= {'--co' * self.dry}"  # in one process
