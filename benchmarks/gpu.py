@@ -54,7 +54,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Gpu(Outputs):
-    """Decoding, updates and memory with the shapes of Qwen2.5 and Qwen3.5; every option; `pytest -m gpu`."""
+    """Decoding, updates and memory with the shapes of Qwen2.5 and 3.5; options; `pytest -m gpu`."""
 
     dry: bool = False
     """Tiny shapes on a CPU, to try the script itself."""

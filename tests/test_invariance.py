@@ -96,6 +96,7 @@ FEW_WAYS = [
     Way("grpo", micro_batch_size=2, gradient_checkpointing=True, shape=GROUPED, dialogue=True),
     Way("gspo", packing="repeated", micro_batch_size=2, chunked=True, lora_rank=2),
     Way("dapo", shape=GROUPED),
+    Way("cispo", micro_batch_size=1, gradient_checkpointing=True, shape="hybrid"),
 ]
 
 
@@ -330,7 +331,7 @@ def eager_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", FEW_WAYS[:2], ids=name_of)
+@pytest.mark.parametrize("way", [*FEW_WAYS[:2], FEW_WAYS[3]], ids=name_of)
 def test_compiled_blocks_have_the_gradient_of_plain_ones(way: Way, eager_compiler: None) -> None:
     from torch._dynamo.utils import counters
 
