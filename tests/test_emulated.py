@@ -25,11 +25,12 @@ import torch
 
 from minigrpo import Config, Trainer
 from minigrpo.learner import Learner
+from minigrpo.model.shape import AttentionShape, Rope
 from minigrpo.model.transformer import Transformer
 from minigrpo.sampling.generate import Generation
 
 from .emulated import EmulatedDevice, emulated
-from .steps import SHAPES
+from .steps import DELTA, SHAPES
 from .test_resume import lines
 from .tiny import ROOT, TINY, read_json, tiny_chat_model, tiny_chess_model
 
@@ -54,6 +55,8 @@ OPTIONS = {
     "nf4": {"lora_rank": 2, "base_dtype": "nf4", "gradient_checkpointing": True},
     "windows": {"model": "GEMMA", "kl_coef": 0.1, "gradient_checkpointing": True},
     "windows-lora": {"model": "GEMMA", "lora_rank": 2, "packing": "repeated", "use_amp": True},
+    "states": {"model": "HYBRID", "gradient_checkpointing": True, "micro_batch_size": 2},
+    "states-amp": {"model": "HYBRID", "use_amp": True, "lora_rank": 2, "base_dtype": "nf4"},
     "amp": {"use_amp": True, "gradient_checkpointing": True, "offload_reference": True},
     "amp-lora": {"use_amp": True, "lora_rank": 2, "base_dtype": "bfloat16", "model": "CHAT"},
     "amp-nf4": {"use_amp": True, "lora_rank": 2, "base_dtype": "nf4", "micro_batch_size": 2},
@@ -98,7 +101,11 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         "OTHER": tiny_chess_model(folder / "other"),
         "CHAT": tiny_chat_model(folder / "chat"),
         "GEMMA": folder / "gemma",
+        "HYBRID": folder / "hybrid",
     }
+    layers = (DELTA, AttentionShape(rope=Rope(50.0, fraction=0.5)))
+    hybrid = replace(SHAPES["hybrid"], vocab_size=360, context=192, layers=layers)
+    Transformer(hybrid).export(models["HYBRID"])
     Transformer(replace(SHAPES["grouped-query"], vocab_size=360, context=192)).export(
         models["GEMMA"]
     )
