@@ -65,6 +65,10 @@ JOBS = {
     "qwen2.5-0.5b": Job(
         {"preset": "qwen2.5-0.5b"}, 8, {"num_speculative_tokens": 0}, 4, 1, at_once=1, held_out=0
     ),
+    **{
+        name: Job({"preset": name}, 8, {"num_speculative_tokens": 0}, 4, 1, held_out=0)
+        for name in ("qwen3-small", "qwen3.5-small")
+    },
     "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
     "smollm2-later": Job({**SUMS, "model": "runs/sums-60"}, 256, at_once=1, steps=4, warm_up=1),
 }

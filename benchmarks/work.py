@@ -66,9 +66,9 @@ EIGHT_BY_EIGHT = {"prompts_per_step": 8, "group_size": 8, "kl_coef": 0.04}
 TWO_BY_FOUR = {"prompts_per_step": 2, "group_size": 4, "kl_coef": 0.04}
 PRESETS = {
     "tiny": Preset(TINY, 80, {**EIGHT_BY_EIGHT, "max_new_tokens": 80}),
-    "qwen3-small": Preset(QWEN3, 256, {**EIGHT_BY_EIGHT, "max_new_tokens": 128}),
-    "qwen3.5-small": Preset(QWEN3_5, 256, {**EIGHT_BY_EIGHT, "max_new_tokens": 128}),
     # For the peers benchmark alone, because the cache of grpo.py has no grouped queries.
+    "qwen3-small": Preset(QWEN3, 256, {**TWO_BY_FOUR, "max_new_tokens": 64}),
+    "qwen3.5-small": Preset(QWEN3_5, 256, {**TWO_BY_FOUR, "max_new_tokens": 64}),
     "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
 }
 

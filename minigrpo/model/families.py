@@ -257,7 +257,7 @@ FAMILIES = {
         fields=FIELDS | ATTENTION_BIAS,
         layer_types=[FULL, RECURRENT],
         missing={**MISSING, "partial_rotary_factor": 0.25, "full_attention_interval": 4},
-        supported={"hidden_act": ["silu"]},
+        supported={"hidden_act": ["silu"], "attn_output_gate": [True]},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
