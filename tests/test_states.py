@@ -68,6 +68,15 @@ def test_inputs_of_zeros_change_no_state() -> None:
     assert torch.equal(kept, states)
 
 
+@pytest.mark.parametrize("length", [1, 7])
+def test_each_result_is_what_both_are(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "CHUNK", 3)
+    inputs = made_up(length)
+    outputs, states = gated_delta(*inputs)
+    assert torch.equal(gated_delta(*inputs, "outputs")[0], outputs)
+    assert torch.equal(gated_delta(*inputs, "states")[1], states)
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 @given(
     seed=st.integers(0, 10**6),

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .delta import Needs
+
 # A recurrence along rows: (the states [C, ..] before them, or None at the start of texts; inputs
-# [C, T, F]) -> (outputs [C, T, ..], the states after them). Inputs of zeros leave a state as it is.
-Scan = Callable[[Tensor | None, Tensor], tuple[Tensor, Tensor]]
+# [C, T, F]; which results are needed) -> (outputs [C, T, ..], the states after them). Inputs of
+# zeros leave a state as it is.
+Scan = Callable[[Tensor | None, Tensor, Needs], tuple[Tensor, Tensor]]
 
 
 class Context:
@@ -50,13 +53,18 @@ def attend_in_rows(rows: Tensor, window: int, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def scan_rows(
-    scan: Scan, states: Tensor | None, inputs: Tensor, rows: Tensor, positions: Tensor
+    scan: Scan,
+    states: Tensor | None,
+    inputs: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    needs: Needs = "both",
 ) -> tuple[Tensor, Tensor]:
     """Run a scan along rows `[C, T]` of packed tokens that lie at `positions [N]`."""
     in_row = positions[rows]
     steps = torch.arange(rows.shape[1], device=rows.device)
     is_token = in_row == in_row[:, :1] + steps  # padding repeats a token
-    return scan(states, take_rows(inputs, rows) * is_token[..., None])
+    return scan(states, take_rows(inputs, rows) * is_token[..., None], needs)
 
 
 def ancestors(parents: Tensor, number: int) -> Tensor:
@@ -93,7 +101,7 @@ class TextRows(Context):
         return take_previous(inputs, ancestors(self.parents, number))
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
-        outputs, _ = scan_rows(scan, None, inputs, self.rows, self.positions)
+        outputs, _ = scan_rows(scan, None, inputs, self.rows, self.positions, "outputs")
         return outputs.flatten(0, 1).index_select(0, self.places)
 
 

@@ -8,10 +8,13 @@ corrects what its key finds there:
     output = q S
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Needs = Literal["both", "outputs", "states"]
 CHUNK = 64  # tokens whose corrections are found by one triangular solve
 
 
@@ -21,7 +24,13 @@ def unit(heads: Tensor) -> Tensor:
 
 
 def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, states: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    strength: Tensor,
+    states: Tensor,
+    needs: Needs = "both",
 ) -> tuple[Tensor, Tensor]:
     """Run the rule along C rows of T tokens, chunk by chunk.
 
@@ -30,6 +39,7 @@ def gated_delta(
         v: values `[C, H, T, V]`.
         log_decay: `[C, H, T]`, at most 0, and `strength`, in [0, 1].
         states: `[C, H, K, V]`, before the first tokens.
+        needs: what of the results is computed; the other one is empty, or as it was.
 
     Returns:
         The outputs `[C, H, T, V]`, and the states after the last tokens.
@@ -51,17 +61,27 @@ def gated_delta(
     weighted = k * strength[..., None]
     corrections = (weighted @ k.mT) * between
     wanted = torch.cat([v * strength[..., None], weighted * decay], dim=-1)
-    solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
+    solved = wanted
+    if size > 1:
+        solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
     from_values, from_keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     attention = (q @ k.mT) * between
     to_end = (since_start[..., -1:] - since_start).exp()[..., None]
     k_at_end = k * to_end
 
-    # 3. From chunk to chunk.
-    outputs = []
-    for n in range(q.shape[2]):
-        corrected = from_values[:, :, n] - from_keys[:, :, n] @ states
-        of_state = (q[:, :, n] * decay[:, :, n]) @ states
-        outputs.append(of_state + attention[:, :, n] @ corrected)
-        states = decay[:, :, n, -1:] * states + k_at_end[:, :, n].mT @ corrected
+    # 3. From chunk to chunk. A state is read once for both: it is larger than all else.
+    readers = torch.cat([from_keys, q * decay], dim=3)  # [C, H, n, 2 L, K]
+    if needs == "states":
+        readers = from_keys
+    outputs = [v[:, :, 0, :0]]
+    num_chunks = q.shape[2]
+    for n in range(num_chunks):
+        found = readers[:, :, n] @ states
+        corrected = from_values[:, :, n] - found[:, :, :size]
+        if needs != "states":
+            outputs.append(found[:, :, size:] + attention[:, :, n] @ corrected)
+        if needs != "outputs" or n + 1 < num_chunks:
+            states = decay[:, :, n, -1:] * states
+            keys = k_at_end[:, :, n].mT.flatten(0, 1)
+            states.flatten(0, 1).baddbmm_(keys, corrected.flatten(0, 1))
     return torch.cat(outputs, dim=2)[:, :, :length], states

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .context import Context
-from .delta import gated_delta, unit
+from .delta import Needs, gated_delta, unit
 from .linear import Linear, times
 from .logprobs import at_least_fp32
 from .roles import Role
@@ -200,7 +200,9 @@ class GatedDelta(nn.Module):
             gate = at_least_fp32(out_gate).view_as(found)
             return (self.norm(found) * F.silu(gate)).flatten(1).to(out_gate.dtype)
 
-    def scan(self, states: Tensor | None, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def scan(
+        self, states: Tensor | None, inputs: Tensor, needs: Needs = "both"
+    ) -> tuple[Tensor, Tensor]:
         """`[C, T, F]` -> `[C, T, value heads, value size]`; inputs of zeros change no state."""
         layer = self.layer
         q, k, v, log_decay, strength = inputs.split(self.widths, dim=-1)
@@ -211,7 +213,7 @@ class GatedDelta(nn.Module):
         q = q * layer.key_dim**-0.5
         if states is None:
             states = v.new_zeros(*v.shape[:2], layer.key_dim, layer.value_dim)
-        outputs, states = gated_delta(q, k, v, log_decay.mT, strength.mT, states)
+        outputs, states = gated_delta(q, k, v, log_decay.mT, strength.mT, states, needs)
         return outputs.transpose(1, 2), states
 
     def project_out(self, mixed: Tensor) -> Tensor:

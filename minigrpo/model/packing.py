@@ -136,7 +136,7 @@ class Packing(Context):
         scanned = [outputs]
         if self.scan_rows is not None:
             states = states.index_select(0, self.scan_rows.prompts)
-            outputs, _ = run(states=states, rows=self.scan_rows.rows)
+            outputs, _ = run(states=states, rows=self.scan_rows.rows, needs="outputs")
             scanned.append(outputs)
         return torch.cat([rows.flatten(0, 1) for rows in scanned]).index_select(0, self.unscan)
 

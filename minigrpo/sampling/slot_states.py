@@ -72,10 +72,10 @@ class SlotStates:
         states = self.states[layer][:num_slots]
         inputs = self.inputs[layer][:num_slots]
         is_kept = torch.arange(self.replayed, device=new.device) < self.kept[:, None]
-        _, replayed = scan(states, inputs[:, : self.replayed] * is_kept[..., None])
+        _, replayed = scan(states, inputs[:, : self.replayed] * is_kept[..., None], "states")
         states.copy_(replayed)
         inputs[:, :width] = new
-        return scan(states, new)[0]
+        return scan(states, new, "outputs")[0]
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slots to other slots."""
