@@ -26,7 +26,6 @@ from minigrpo.model.delta import CHUNK, gated_delta, unit
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import memory_mib, pick_device, set_up_process
-from minigrpo.sampling.pick import Distribution
 from minigrpo.tools.plan import components_of, peak_of
 from minigrpo.types import Completion, Completions, Example, RolloutBatch
 
@@ -190,7 +189,7 @@ class Card:
                 examples,
                 num_samples=self.group,
                 uniforms=np.random.default_rng(0).random(size, np.float32),
-                distribution=Distribution.of(sampling),
+                sampling=sampling,
                 batch_size=0,
             )
             seconds, sampled = self.seconds_of(complete)

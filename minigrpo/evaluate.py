@@ -9,8 +9,8 @@ import numpy as np
 from .metrics import SAMPLED, Graded
 from .rewards.scorer import RewardScorer
 from .rng import uniforms
-from .sampling.pick import PLAIN, Distribution
 from .sampling.sampler import Sampled, Sampler
+from .settings import SamplingConfig
 from .statistics import Estimate, estimate, passes
 from .statistics import calibration as calibration
 from .statistics import pass_at_k as pass_at_k
@@ -18,6 +18,7 @@ from .task import Task
 from .text.chat import Message
 from .types import Completion, Example
 
+PLAIN = SamplingConfig()  # samples from the model's own distribution
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 
 
@@ -25,7 +26,7 @@ def complete_examples(
     sampler: Sampler,
     examples: Sequence[Example],
     n: int = 0,
-    distribution: Distribution = PLAIN,
+    sampling: SamplingConfig = PLAIN,
 ) -> Sampled:
     """n completions of each example, or for 0 the greedy one.
 
@@ -43,7 +44,7 @@ def complete_examples(
         examples,
         num_samples=num_samples,
         uniforms=numbers,
-        distribution=distribution,
+        sampling=sampling,
         batch_size=max(1, min(most, BATCH) // num_samples),
     )
 
@@ -61,8 +62,7 @@ def complete_prompt(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    distribution = Distribution.of(sampler.config.sampling)
-    sampled = complete_examples(sampler, [example], n, distribution)
+    sampled = complete_examples(sampler, [example], n, sampler.config.sampling)
     ended = sampled.completions.ended
     assert ended is not None
     return sampled.texts[0], ended[0].tolist()
@@ -73,12 +73,11 @@ def grade(
     scorer: RewardScorer,
     examples: Sequence[Example],
     n: int = 0,
-    distribution: Distribution = PLAIN,
+    sampling: SamplingConfig = PLAIN,
 ) -> Graded:
     """Complete examples as `complete_examples` does, and score the texts."""
-    sampled = complete_examples(sampler, examples, n, distribution)
-    temperature = distribution.temperature
-    rewards = scorer.score(examples, sampled.texts, sampled.completions, temperature)
+    sampled = complete_examples(sampler, examples, n, sampling)
+    rewards = scorer.score(examples, sampled.texts, sampled.completions, sampling.temperature)
     return Graded(examples, sampled.texts, rewards, scorer.success)
 
 

@@ -16,7 +16,6 @@ from .rewards.scorer import RewardScorer
 from .rng import uniforms
 from .runtime.device import PhaseTimer
 from .runtime.distributed import DistContext
-from .sampling.pick import Distribution
 from .sampling.sampler import Sampler
 from .tasks.base import ExamplePrefetcher
 from .text.encoding import encode_pairs
@@ -94,7 +93,7 @@ class RolloutBatches:
                 examples,
                 num_samples=sampling.group_size,
                 uniforms=uniforms(config.run.seed, "sample", step, indices, *size),
-                distribution=Distribution.of(sampling),
+                sampling=sampling,
                 batch_size=config.memory.rollout_batch_size,
             )
         completions = sampled.completions

@@ -159,6 +159,10 @@ class SamplingConfig(Group):
     dynamic_sampling: NonNegativeInt = 0
     """How often a step may replace prompts whose completions have equal rewards (DAPO)."""
 
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class LossConfig(Group):
     """What is minimised."""

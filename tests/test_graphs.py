@@ -14,7 +14,7 @@ from minigrpo.model.lora import add_adapters
 from minigrpo.model.transformer import Transformer
 from minigrpo.sampling.decoder import Capacity, Decoder
 from minigrpo.sampling.graphs import RoundGraphs, next_size
-from minigrpo.sampling.pick import Distribution
+from minigrpo.settings import SamplingConfig
 from minigrpo.types import Completions
 
 from .steps import SHAPES, VOCAB, make_completions
@@ -78,7 +78,7 @@ DRAFTS = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB, "num_speculative_t
 @pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"distribution": Distribution(top_k=5, min_p=0.01)}, {"prompts_at_once": 2}, {"lora": 2}],
+    [{}, {"sampling": SamplingConfig(top_k=5, min_p=0.01)}, {"prompts_at_once": 2}, {"lora": 2}],
     ids=["plain", "truncated", "entering", "lora"],
 )
 def test_rounds_that_are_run_again_pick_the_same_tokens(

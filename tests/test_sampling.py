@@ -21,8 +21,9 @@ from minigrpo.rng import uniforms
 from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation
-from minigrpo.sampling.pick import PLAIN, Distribution, pick_token, truncate
+from minigrpo.sampling.pick import pick_token, truncate
 from minigrpo.sampling.sampler import Sampler
+from minigrpo.settings import SamplingConfig
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Completions, Example
 
@@ -38,7 +39,7 @@ def begin(model: Transformer, ids: Tensor, *args: Any, **changes: Any) -> Genera
         "uniforms": None,
         "drafts": None,
         "dialogues": None,
-        "distribution": PLAIN,
+        "sampling": SamplingConfig(),
         "num_samples": 1,
         "num_speculative_tokens": 4,
         **changes,
@@ -51,7 +52,7 @@ def generate(*args: Any, **options: Any) -> Completions:
     return begin(*args, **options).run()
 
 
-def naive_truncation(p: list[float], params: Distribution) -> dict[int, float]:
+def naive_truncation(p: list[float], params: SamplingConfig) -> dict[int, float]:
     """The tokens that remain and their probabilities: sort, then top-k, top-p, min-p in turn."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[: params.top_k or len(p)]
     total = sum(p[i] for i in order)
@@ -78,7 +79,7 @@ def naive_pick(remaining: dict[int, float], u: float) -> int:
 
 
 def naive_completion(
-    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: Distribution
+    model: Transformer, prompt: list[int], u: Tensor | None, stops: set[int], params: SamplingConfig
 ) -> list[tuple[int, float, float]]:
     """Token, log-prob and log of the kept mass at each position, one forward per token."""
     ids = [*prompt]
@@ -108,7 +109,7 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
     model = Transformer(SHAPES[shape], seed=seed).double()
     model.head_weight.mul_(draw(1, 6, 20))  # the surer, the more completions are alike
     prompts = make_completions(seed, prompts=4)
-    params = Distribution(
+    params = SamplingConfig(
         temperature=draw(1.0, 0.6),
         top_k=draw(0, 1, 5, 10**6),
         top_p=draw(1.0, 0.9, 0.6),
@@ -141,11 +142,11 @@ def test_in_float64_every_token_is_that_of_the_naive_loop(shape: str, data: st.D
         num_samples=samples,
         prompts_at_once=draw(0, 1, 3),
         uniforms=u,
-        distribution=params,
+        sampling=params,
         drafts=draw(drafts, None),
         num_speculative_tokens=draw(0, 1, 4, 20),
     )
-    plain = Distribution(temperature=params.temperature)
+    plain = SamplingConfig(temperature=params.temperature)
     assert (found.log_kept_mass is None) == (params == plain)
     tables = [found.completion_ids, found.sampler_logp]
     if found.log_kept_mass is not None:
@@ -174,7 +175,7 @@ def test_every_family_is_decoded_as_by_the_naive_loop(family: str) -> None:
     )
     for p, length in enumerate(prompts.prompt_len):
         prompt = prompts.prompt_ids[p, :length].tolist()
-        expected = naive_completion(model, prompt, None, {EOS}, PLAIN)
+        expected = naive_completion(model, prompt, None, {EOS}, SamplingConfig())
         tokens, logp, _ = zip(*expected, strict=True)
         assert found.completion_ids[p, 0, : len(tokens)].tolist() == [*tokens]
         assert found.sampler_logp[p, 0, : len(logp)].tolist() == pytest.approx(logp, abs=1e-6)
@@ -193,7 +194,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
         max_new_tokens=LENGTH,
         num_samples=3,
         uniforms=torch.from_numpy(uniforms(0, "test", 0, np.arange(6), 3, LENGTH)),
-        distribution=Distribution(temperature=0.8, top_k=6),
+        sampling=SamplingConfig(temperature=0.8, top_k=6),
         prompts_at_once=4,
     )
     for name in ("repeated", "prefix-tree"):
@@ -212,7 +213,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
     ],
 )
 def test_tied_tokens_are_kept(p: list[float], params: dict[str, Any], kept: list[int]) -> None:
-    left = truncate(torch.tensor(p, dtype=torch.float64).log(), Distribution(**params))
+    left = truncate(torch.tensor(p, dtype=torch.float64).log(), SamplingConfig(**params))
     assert left.isfinite().nonzero()[:, 0].tolist() == kept
 
 
@@ -271,7 +272,7 @@ def completed(sampler: Sampler, batch_size: int = 0) -> Completions:
         EXAMPLES,
         num_samples=3,
         uniforms=uniforms(0, "test", 0, np.arange(len(EXAMPLES)), 3, LENGTH),
-        distribution=PLAIN,
+        sampling=SamplingConfig(),
         batch_size=batch_size,
     )
     return sampled.completions
@@ -311,7 +312,7 @@ def test_a_completion_ends_at_a_stop_text(family: str, drafts: bool, tmp_path: P
             [Example(f"{i} + {i}", answer, i) for i, answer in enumerate(answers)],
             num_samples=3,
             uniforms=uniforms(0, "test", 0, np.arange(6), 3, size),
-            distribution=PLAIN,
+            sampling=SamplingConfig(),
             batch_size=4,
         )
         return sampled.completions

@@ -30,12 +30,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..model.transformer import Transformer
+from ..settings import SamplingConfig
 from ..text.encoding import StopFinder
 from ..turns.dialogues import Dialogues
 from ..types import Completions
 from .decoder import Capacity, Decoder
 from .graphs import RoundGraphs, copy_into
-from .pick import Distribution, pick_token, propose, truncate
+from .pick import pick_token, propose, truncate
 from .sequences import RoundState, Tables, assign_slots, exchange_turns
 
 # Queued prompts enter when there are places for this fraction of `prompts_at_once`: an entry costs
@@ -62,7 +63,7 @@ class Generation:
     prompts_at_once: int  # at most this many times G sequences run side by side
     # [P, G, S] numbers in [0, 1), S >= max_new_tokens; or None for the most likely token each time
     uniforms: Tensor | np.ndarray | None
-    distribution: Distribution
+    sampling: SamplingConfig  # its temperature, top_k, top_p and min_p count
     drafts: Tensor | None  # [P, L] int64, a text for each prompt, whose tokens are proposed
     num_speculative_tokens: int
     dialogues: Dialogues | None  # what answers turns, or None if a completion is one turn
@@ -94,7 +95,7 @@ class Generation:
         )
         self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
         columns = self.max_new_tokens + self.tokens_per_round
-        self.tables = Tables(num_sequences, columns, self.distribution.truncates, device)
+        self.tables = Tables(num_sequences, columns, self.sampling.truncates, device)
         if self.uniforms is not None:
             numbers = torch.as_tensor(self.uniforms).flatten(0, 1)[:, : self.max_new_tokens]
             self.uniforms = pad(numbers.to(device), (0, self.tokens_per_round, 0, 1))  # as tables
@@ -225,8 +226,8 @@ class Generation:
         """
         # 1. Pick a token at each place.
         tables = self.tables
-        logp = (logits / self.distribution.temperature).log_softmax(-1)
-        allowed = truncate(logp, self.distribution)
+        logp = (logits / self.sampling.temperature).log_softmax(-1)
+        allowed = truncate(logp, self.sampling)
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)
         columns = tables.lengths[rows] + offsets  # [N, W]

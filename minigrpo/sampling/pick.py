@@ -6,7 +6,6 @@ the same: a draft changes the number of rounds, never the tokens.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,29 +16,7 @@ from ..settings import SamplingConfig
 NUM_MATCHED = 3  # K, the number of last tokens that locate a sequence in its draft
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """How the model's logits are changed before tokens are drawn; by default not at all."""
-
-    temperature: float = 1.0
-    top_k: int = 0  # or 0 for all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    @classmethod
-    def of(cls, sampling: SamplingConfig) -> "Distribution":
-        """The distribution that a run samples from."""
-        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-    @property
-    def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-PLAIN = Distribution()  # the model's own distribution
-
-
-def truncate(logp: Tensor, distribution: Distribution) -> Tensor:
+def truncate(logp: Tensor, sampling: SamplingConfig) -> Tensor:
     """Log-probabilities `[..., V]` with -inf for every token that is removed.
 
     First top-k, then top-p (nucleus sampling, arXiv 1904.09751) of what top-k kept, then min-p
@@ -47,19 +24,19 @@ def truncate(logp: Tensor, distribution: Distribution) -> Tensor:
     kept too. The log-sum-exp of the result is the log of the kept mass.
     """
     vocab_size = logp.shape[-1]
-    if 0 < distribution.top_k < vocab_size:
-        kept = logp.topk(distribution.top_k).values
+    if 0 < sampling.top_k < vocab_size:
+        kept = logp.topk(sampling.top_k).values
         least = kept[..., -1:]
         logp = logp.masked_fill(logp < least, -torch.inf)
-    if distribution.top_p < 1:
+    if sampling.top_p < 1:
         ordered = logp.sort(descending=True).values
         mass = ordered.softmax(-1).cumsum(-1)
         # The last token that is kept is the first one at which the mass reaches top_p.
-        num_before = (mass < distribution.top_p).sum(-1, keepdim=True)
+        num_before = (mass < sampling.top_p).sum(-1, keepdim=True)
         least = ordered.gather(-1, num_before.clamp(max=vocab_size - 1))
         logp = logp.masked_fill(logp < least, -torch.inf)
-    if distribution.min_p > 0:
-        least = logp.amax(-1, keepdim=True) + math.log(distribution.min_p)
+    if sampling.min_p > 0:
+        least = logp.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logp = logp.masked_fill(logp < least, -torch.inf)
     return logp
 

@@ -11,13 +11,13 @@ from ..config import Config
 from ..guard import OOMBackoff
 from ..model.transformer import Transformer
 from ..runtime.device import autocast, low_precision_copy
+from ..settings import SamplingConfig
 from ..text.encoding import StopFinder, decode, encode_answer, pad, prompt_within
 from ..text.tokenizer import Tokenizer
 from ..turns.dialogues import Dialogues
 from ..types import Completion, Completions, Example, Warn
 from .generate import Generation
 from .graphs import RoundGraphs, capturing
-from .pick import Distribution
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sampler:
         *,
         num_samples: int,
         uniforms: np.ndarray | None,
-        distribution: Distribution,
+        sampling: SamplingConfig,  # its temperature, top_k, top_p and min_p count
         batch_size: int,
     ) -> Sampled:
         """Complete each example `num_samples` times; a `batch_size` of 0 decodes all at once."""
@@ -92,7 +92,7 @@ class Sampler:
                     num_samples=num_samples,
                     prompts_at_once=prompts_at_once,
                     uniforms=uniforms,
-                    distribution=distribution,
+                    sampling=sampling,
                     drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     dialogues=dialogues,

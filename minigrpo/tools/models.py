@@ -19,7 +19,6 @@ from ..rewards.scorer import RewardScorer
 from ..run.console import Console
 from ..run.logging import to_json
 from ..runtime.device import pick_device, set_up_process
-from ..sampling.pick import Distribution
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
 from ..text.tokenizer import Tokenizer
@@ -149,8 +148,7 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     if not arguments.prompt:
         opened = OpenedModel.of(config, console)
         examples = held_out_examples(opened.job.task, arguments.examples)
-        distribution = Distribution.of(config.sampling)
-        graded = grade(opened.sampler, opened.scorer, examples, arguments.n, distribution)
+        graded = grade(opened.sampler, opened.scorer, examples, arguments.n, config.sampling)
         show(console, graded)
         return
     # the run's task is of no interest, and its files may be gone
