@@ -179,11 +179,7 @@ class Decoder:
         sees_own = own <= columns[..., None]
         visible = torch.cat([sees_prompt, sees_own], dim=-1)
         masks = {0: ~visible[:, None, None]}
-        longest_text = self.capacity.prompt_len + self.capacity.columns
         for window in self.windows - {0}:
-            if window >= longest_text:
-                masks[window] = masks[0]
-                continue
             age_in_prompt = positions[..., None] - in_prompt
             age_of_own = columns[..., None] - own
             is_old = torch.cat([age_in_prompt, age_of_own], dim=-1) >= window
