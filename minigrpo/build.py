@@ -59,7 +59,7 @@ def _task_of(config: Config, given: Given) -> dict[str, Any]:
     """
     settings = config.task
     environments = given.environments(config)
-    if environments or given.rows or settings.data or settings.eval_data:
+    if environments or given.data or given.eval_data or settings.data or settings.eval_data:
         of_turns = environments.reward_weights if environments else {}
         is_paid = given.rewards or settings.rewards or of_turns
         judge = {"judge": "none"} if is_paid else {}

@@ -6,7 +6,6 @@ from typing import Any
 from .build import Job
 from .config import Config
 from .evaluate import held_out_examples
-from .given import Given
 from .identity import digest
 from .model.frozen_model import with_context
 from .rewards.scorer import RewardScorer
@@ -19,7 +18,7 @@ from .userfiles import files_read
 CHECKED = 16  # examples of each split that a run makes before it starts
 
 
-def check_examples(job: Job, given: Given, context: int, console: Console) -> None:
+def check_examples(job: Job, context: int, console: Console) -> None:
     """Raise ConfigError for examples that do not fit the model, with `context` positions."""
     config, task, tokenizer = job.config, job.task, job.tokenizer
     if config.task.eval_data and not config.task.data:
@@ -34,9 +33,6 @@ def check_examples(job: Job, given: Given, context: int, console: Console) -> No
     for example in made:
         _check_fit(config, tokenizer, context, example)
     _warn_of_examples(tokenizer, config.model.chat_args, [*examples, *made], console.warn)
-    for name, contents in given.rows.items():
-        for kind in sorted(contents.unread):
-            console.warn(f"{name} holds a {kind}, in which a resume cannot see changes")
 
 
 def _check_fit(config: Config, tokenizer: Tokenizer, context: int, example: Example) -> None:

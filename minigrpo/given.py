@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from .config import Config
-from .identity import Contents, checksum, digest
+from .identity import checksum, digest
 from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model.transformer import Transformer
 from .rewards.functions import RewardFunction, load_rewards, named_apart
@@ -74,12 +74,6 @@ class Given:
         is_in_file = isinstance(asked, str) and asked not in LOSS_NAMES
         return loss_spec(load_name("--loss", asked) if is_in_file else asked)
 
-    @cached_property
-    def rows(self) -> dict[str, Contents]:
-        """The contents of the caller's rows, by setting."""
-        given = {"data": self.data, "eval_data": self.eval_data}
-        return {name: Contents(rows) for name, rows in given.items() if rows is not None}
-
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""
         texts = {}
@@ -87,7 +81,7 @@ class Given:
             name = field.name
             value = getattr(self, name)
             if value is not None:
-                text = self.rows[name].digest if name in self.rows else described(value)
+                text = digest(value) if name in ("data", "eval_data") else described(value)
                 texts[name] = FROM_PYTHON + text
         return texts
 

@@ -22,8 +22,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def digest(value: object) -> str:
-    """A text that is equal for values with equal contents, such as copies of an example."""
-    return Contents(value).digest
+    """A text that is equal for values with equal contents at any depth: copies of an example."""
+    hashed = sha256()
+    for item in value if isinstance(value, list | tuple) else [value]:
+        hashed.update(text(item).encode() + b"\n")  # all rows at once would be too large
+    return hashed.hexdigest()[:16]
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -49,46 +52,35 @@ def record_checksum(known: dict[str, str], name: str, weights: Mapping[str, Tens
         raise ConfigError(f"{name}: its weights are not those that the run began with")
 
 
-class Contents:
-    """What is in a value at any depth: data, objects, and the names of functions and classes."""
+def text(value: object) -> str:
+    """A value as JSON, or "" for one that contains itself, or has keys that are not texts."""
+    try:
+        return json.dumps(value, sort_keys=True, default=plain)
+    except (TypeError, ValueError, RecursionError):
+        return ""
 
-    def __init__(self, value: object) -> None:
-        self.unread = set[str]()  # types of the objects that cannot be read, such as a lock
-        self.json = json.JSONEncoder(sort_keys=True, default=self.plain)
-        hashed = sha256()
-        for item in value if isinstance(value, list | tuple) else [value]:
-            hashed.update(self.text(item).encode() + b"\n")  # all rows at once would be too large
-        self.digest = hashed.hexdigest()[:16]
 
-    def text(self, value: object) -> str:
-        """A value as JSON, or "" for one that contains itself, or has keys that are not texts."""
-        try:
-            return self.json.encode(value)
-        except (TypeError, ValueError, RecursionError):
-            self.unread.add(type(value).__qualname__)
-            return ""
+def plain(value: object) -> object:
+    """The type and the contents of a value that JSON has no form for."""
+    name = type(value).__qualname__
+    try:
+        return [name, contents(value)]
+    except Exception:  # the value's own code takes it apart, and may raise any error
+        return [name]
 
-    def plain(self, value: object) -> object:
-        """The type and the contents of a value that JSON has no form for."""
-        name = type(value).__qualname__
-        try:
-            return [name, self.contents(value)]
-        except Exception:  # the value's own code takes it apart, and may raise any error
-            self.unread.add(name)
-            return [name]
 
-    def contents(self, value: Any) -> object:
-        if isinstance(value, set | frozenset):
-            return sorted(map(self.text, value))
-        if isinstance(value, bytes | bytearray):
-            return sha256(value).hexdigest()
-        if isinstance(value, Tensor):
-            return checksum({f"{[*value.shape]}": value.detach().flatten()})
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return [value.dtype.str, value.shape, value.tobytes()]
-        if isinstance(value, type | FunctionType):
-            return f"{value.__module__}.{value.__qualname__}"
-        if is_dataclass(value):
-            compared = [field.name for field in fields(value) if field.compare]
-            return {name: getattr(value, name) for name in compared}
-        return value.__reduce_ex__(4)  # the state that copies and pickles are made from
+def contents(value: Any) -> object:
+    if isinstance(value, set | frozenset):
+        return sorted(map(text, value))
+    if isinstance(value, bytes | bytearray):
+        return sha256(value).hexdigest()
+    if isinstance(value, Tensor):
+        return checksum({f"{[*value.shape]}": value.detach().flatten()})
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if is_dataclass(value):
+        compared = [field.name for field in fields(value) if field.compare]
+        return {name: getattr(value, name) for name in compared}
+    return value.__reduce_ex__(4)  # the state that copies and pickles are made from

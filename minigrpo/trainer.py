@@ -82,7 +82,7 @@ class Trainer:
         self.model = model.to(self.device)
         frozen = FrozenModels(job, self.model, console, checksums, config.model.name)
         self.scorer = make_scorer(job, frozen, console.warn)
-        check_examples(job, given, self.model.shape.context, console)
+        check_examples(job, self.model.shape.context, console)
         self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
         self.reference = frozen.of_flag("--reference", config.loss.reference_model)
         if dist.world_size > 1:

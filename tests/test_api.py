@@ -202,7 +202,7 @@ def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any)
     config = config.replace(task_args={"judge": "none"})
     given = Given.of(data=data, eval_data=eval_data, rewards=digits)
     context = ModelSource.of(model).shape.context
-    check_examples(Job.of(resolve(config, given), given), given, context, Console())
+    check_examples(Job.of(resolve(config, given), given), context, Console())
 
 
 @pytest.mark.parametrize(
