@@ -13,7 +13,6 @@ from .model.transformer import Transformer
 from .run.logging import EVALUATIONS, METRICS, read_jsonl
 from .runtime.distributed import DistContext
 from .runtime.signals import REASONS
-from .settings import expanded
 from .text.encoding import messages_of
 from .trainer import Callback, Trainer
 from .turns.environments import EnvironmentSet
@@ -47,7 +46,7 @@ def train(
             If there is no `task`, they alone are the reward.
         loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
         environment: a class that answers turns, a dict of them, or a name as for --environment.
-        tools: functions that the model may call in its turns.
+        tools: functions that the model may call in its turns; a name of an environment lists its own.
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.
@@ -56,9 +55,7 @@ def train(
     KeyboardInterrupt after Ctrl-C, when the run is saved. A script that `torchrun` starts trains
     with several processes.
     """
-    if tools and isinstance(environment, str | Path):
-        environment = EnvironmentSet.load(expanded(str(environment)), tools)
-    elif tools:
+    if tools:
         environment = EnvironmentSet.of(environment, tools)
     # 1. Names and paths are settings, like those of the file, which they override.
     given = {"model": model, "data": data, "eval_data": eval_data, "task": task}
