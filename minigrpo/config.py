@@ -8,6 +8,7 @@ The command line overrides `--config FILE.toml`, which overrides the defaults of
 task or of a published model, which override those in settings.py.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 
 from .errors import ConfigError, refusing
 from .model.shape import Size
-from .settings import LOSS_NAMES, SCRATCH, SHIPPED, TASKS, Settings, TaskRow, expanded, places
+from .settings import LOSS_NAMES, SCRATCH, SHIPPED, TASKS, Settings, TaskRow, places
 
 # word of TRL (GRPOConfig, GRPOTrainer or the command line) -> the setting that replaces it
 WORDS = Path(__file__).with_name("trl_words.toml")
@@ -143,7 +144,7 @@ def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, 
     if given.keys() >= recorded:  # the settings of a run, whose model may be gone
         return Config.from_flat(given), ""
     task = given.get("task", "auto")
-    model = expanded(str(given.get("model", SHIPPED)))
+    model = os.path.expanduser(str(given.get("model", SHIPPED)))
     if size is None and model not in (SHIPPED, SCRATCH):
         from .model.source import ModelSource  # imports torch, for which --help need not wait
 

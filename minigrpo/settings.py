@@ -65,11 +65,6 @@ def read_json_pairs(value: Any) -> Any:
     return {name: content for name, content in pairs.items() if content is not None}
 
 
-def expanded(text: str) -> str:
-    """Expand ~ in a setting that may name files, separated by commas."""
-    return re.sub(r"(^|,\s*)(~[^,]*)", lambda match: match[1] + os.path.expanduser(match[2]), text)
-
-
 # a flag is a text, which the setting's own type reads
 AsPairs = tyro.conf.arg(constructor=str, metavar="NAME=VALUE,..", help_behavior_hint="")
 Arguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
@@ -78,7 +73,7 @@ RewardWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs
 AsLines = AfterValidator(lambda text: text.replace(r"\n", "\n"))
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1), AsLines]], AsList]
-Paths = Annotated[str, AfterValidator(expanded)]
+Paths = Annotated[str, AfterValidator(os.path.expanduser)]
 OnePath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 

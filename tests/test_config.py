@@ -158,7 +158,7 @@ def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tiny.tiny_chess_model(tmp_path / "model")
     paths = {
         "model": "~/model",
-        "data": "a.jsonl, ~/b~1.jsonl,~/c.jsonl",
+        "data": "~/b~1.jsonl,c.jsonl",
         "loss": "~/l.py:own",
         **dict.fromkeys(("eval_data", "rewards", "environment", "tokenizer", "out_dir"), "~/x"),
         **dict.fromkeys(("chat_template", "reference", "teacher", "resume", "task"), "~/x"),
