@@ -46,7 +46,7 @@ def train(
             If there is no `task`, they alone are the reward.
         loss: a name as for --loss, or a function of `losses.LossInputs` (docs/tasks.md).
         environment: a class that answers turns, a dict of them, or a name as for --environment.
-        tools: functions that the model may call in its turns; a name of an environment lists its own.
+        tools: functions that the model may call in its turns.
         callbacks: called after each step with (step, metrics), in the main process.
         config: a TOML file or a preset; `settings` override it.
         quiet: print warnings only.

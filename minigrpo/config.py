@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from .errors import ConfigError, refusing
 from .model.shape import Size
-from .settings import LOSS_NAMES, SCRATCH, SHIPPED, TASKS, Settings, TaskRow, places
+from .settings import SCRATCH, SHIPPED, TASKS, Settings, TaskRow, places
 
 # word of TRL (GRPOConfig, GRPOTrainer or the command line) -> the setting that replaces it
 WORDS = Path(__file__).with_name("trl_words.toml")
@@ -41,17 +41,12 @@ class Config(Settings):
     def check(self) -> "Config":
         """Return the config itself. Raises ConfigError for settings that exclude each other."""
         loss = self.loss
-        if loss.name not in LOSS_NAMES and ":" not in loss.name:
-            forms = ", ".join([*LOSS_NAMES, "or FILE.py:NAME"])
-            raise ConfigError(f"--loss must be one of {forms}, got {loss.name}")
-        if self.supervised and loss.teacher:
-            raise ConfigError("--teacher needs samples of the model, and --loss nll has none")
+        if self.supervised and (loss.teacher or loss.kl_coef):
+            raise ConfigError("--loss nll has no samples, which --teacher and --kl-coef need")
         teacher_alone = loss.teacher and loss.overlong != "punish" and loss.kl != "k1_reward"
         if self.sampling.group_size < 2 and not (self.supervised or teacher_alone):
             uses = "--loss nll, or a --teacher without rewards"
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
-        if self.supervised and loss.kl_coef:
-            raise ConfigError("--kl-coef needs samples of the model, and --loss nll has none")
         if loss.reference and not loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
         if self.run.resume == "auto" and not self.run.out_dir:

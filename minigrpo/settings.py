@@ -74,6 +74,7 @@ AsLines = AfterValidator(lambda text: text.replace(r"\n", "\n"))
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1), AsLines]], AsList]
 Paths = Annotated[str, AfterValidator(os.path.expanduser)]
+LossName = Annotated[Paths, Field(pattern=f"^({'|'.join(LOSS_NAMES)}|.+:.+)$")]
 OnePath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -162,7 +163,7 @@ class SamplingConfig(Group):
 class LossConfig(Group):
     """What is minimised."""
 
-    name: Common[Annotated[Paths, tyro.conf.arg(name="loss")]] = "grpo"
+    name: Common[Annotated[LossName, tyro.conf.arg(name="loss")]] = "grpo"
     """A loss of losses.py (nll is supervised fine-tuning on true answers), or FILE.py:NAME."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped at 1 - this; the default depends on the loss."""
