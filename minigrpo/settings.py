@@ -62,7 +62,7 @@ def read_json_pairs(value: Any) -> Any:
     for name, text in pairs.items() if isinstance(value, str) else ():
         with suppress(ValueError):
             pairs[name] = json.loads(text)
-    return {name: content for name, content in pairs.items() if content is not None}
+    return pairs
 
 
 # a flag is a text, which the setting's own type reads
