@@ -14,7 +14,7 @@ from minigrpo import Config, Transformer
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
-from minigrpo.model.source import ModelSource, shipped_model
+from minigrpo.model.source import ModelSource
 from minigrpo.tools import plan
 from minigrpo.tools.plan import MIB, components_of, peak_of
 from minigrpo.types import Completions, ConfigError
@@ -89,7 +89,8 @@ def test_what_belongs_to_the_weights() -> None:
     assert not offloaded["reference"]
     assert not bytes_of(job(kl_coef=0.1, lora_rank=2))["reference"]
     other = bytes_of(job(kl_coef=0.1, lora_rank=2, reference="shipped", task="code"))
-    assert other["reference"] == pytest.approx(shipped_model("code").stat().st_size, rel=0.01)
+    size = ModelSource.of("shipped", "code").path.stat().st_size
+    assert other["reference"] == pytest.approx(size, rel=0.01)
 
 
 def test_the_cache_stores_each_prompt_once_and_parts_grow_with_what_they_are_about() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minigrpo import config
 from minigrpo.model.hf import read_model
-from minigrpo.model.source import shipped_model
+from minigrpo.model.source import ModelSource
 from minigrpo.settings import TASKS
 from minigrpo.task import Task
 from minigrpo.tasks.loading import load_task, named_class
@@ -98,11 +98,11 @@ def test_every_row_of_the_table_can_be_made_and_its_model_ships() -> None:
         if name in GENERATED:
             load_task(name, seed=0)
         if row.shipped:
-            assert read_model(shipped_model(name))[0].vocab_size == 360
+            assert read_model(ModelSource.of("shipped", name).path)[0].vocab_size == 360
         else:
-            refused(shipped_model, name)
+            refused(getattr, ModelSource.of("shipped", name), "path")
         config.Config.of(task=name)  # its settings exist
-    assert shipped_model("my.py") == shipped_model("chess-env")
+    assert ModelSource.of("shipped", "my.py").path == ModelSource.of("shipped", "chess-env").path
 
 
 def test_a_class_is_called_with_the_arguments_that_it_names() -> None:

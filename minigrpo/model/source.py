@@ -101,7 +101,10 @@ class ModelSource:
     def path(self) -> Path:
         """The folder or file. Raises ConfigError for a model that has none."""
         if self.name == SHIPPED:
-            return shipped_model(self.task)
+            row = TASKS.get(self.task, TASKS["chess-env"])  # a user's task has chess-env's
+            if not row.shipped:
+                raise ConfigError(f"--task {self.task} ships no model; give scratch or a path")
+            return ASSETS / f"{row.shipped}.safetensors"
         if self.folder is None or self.name.startswith(FROM_PYTHON):
             raise ConfigError(f"{self.name}: has no files; give a folder, a file or ORG/NAME")
         return self.folder
@@ -255,14 +258,6 @@ class ModelSource:
             if not hf.weight_files(path / hf.WEIGHTS):
                 raise ConfigError(f"{self.name}: has no safetensors, or they are not here")
         return path
-
-
-def shipped_model(task: str) -> Path:
-    """The file of the SFT model that --model shipped means; a user's task has chess-env's."""
-    row = TASKS.get(task, TASKS["chess-env"])
-    if not row.shipped:
-        raise ConfigError(f"--model: no model ships for --task {task}; give scratch or a path")
-    return ASSETS / f"{row.shipped}.safetensors"
 
 
 def fit_vocab(model: Transformer, name: str, tokenizer: Tokenizer) -> None:

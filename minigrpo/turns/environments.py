@@ -15,7 +15,7 @@ gets the keys of a data row that its signature names, and `seed`.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from numbers import Number
