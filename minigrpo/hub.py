@@ -15,10 +15,7 @@ HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
     with refusing(file):
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError("is not a JSON object")
-        return found
+        return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def settings_folder(name: str | Path) -> Path:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import BaseModel, Field, PositiveInt
@@ -69,8 +69,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """The weights in a safetensors file. Raises ConfigError for values that cannot be weights."""
     with refusing(file):
         tensors = {name: x for name, x in load_file(file).items() if not SKIPPED.fullmatch(name)}
-        if not tensors:
-            raise ConfigError("has no tensors")
         for name, tensor in tensors.items():
             if tensor.dtype not in NUMBER_TYPES:
                 raise ConfigError(f"{name} is stored as {tensor.dtype}, which is not supported")
@@ -86,9 +84,9 @@ def weight_files(file: Path) -> list[Path]:
         return [file]
     index = folder / INDEX
     if index.exists():
-        weight_map: Any = read_json(index).get("weight_map")  # name of a tensor -> name of its file
         with refusing(index):
-            return sorted({folder / name for name in weight_map.values()}) or [file]
+            names = read_json(index)["weight_map"].values()  # by tensor
+            return sorted({folder / name for name in names}) or [file]
     # random weights, unless there are others that are not read
     endings = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
     others = [other.name for other in folder.glob("*") if other.name.endswith(endings)]
