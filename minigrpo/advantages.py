@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .rng import stream
 from .statistics import PartlyKnown, means
-from .types import ROUNDINGS, ConfigError, Example
+from .types import ConfigError, Example, are_equal
 
 STD_EPS = 1e-4  # added to the standard deviation of rewards, as TRL does; ddof = 1
 SCALES: dict[str, Callable[[Tensor], Tensor | float]] = {  # rewards [P, G] -> divisor
@@ -41,11 +41,7 @@ def advantages(rewards: Tensor, *, estimator: str = "group_mean", scale: str = "
 
     # Eight rewards of 0.1 do not average to 0.1 in float32. Divided by a tiny standard deviation,
     # that rounding error would become a gradient.
-    largest = rewards.amax(-1, keepdim=True)
-    smallest = rewards.amin(-1, keepdim=True)
-    rounding = ROUNDINGS * torch.finfo(rewards.dtype).eps
-    is_equal = torch.isclose(largest, smallest, rtol=rounding, atol=0)
-    return torch.where(is_equal, 0.0, scaled)
+    return torch.where(are_equal(rewards)[:, None], 0.0, scaled)
 
 
 def neutral(scores: PartlyKnown) -> np.ndarray:

@@ -195,6 +195,12 @@ class Scores(PartlyKnown, PerPrompt):
         return self.known | self.failed
 
 
+def are_equal(rewards: Tensor) -> Tensor:
+    """`[P]` bool: the rewards of a group, `[P, G]`, are equal up to the rounding of their sums."""
+    rounding = ROUNDINGS * torch.finfo(rewards.dtype).eps
+    return torch.isclose(rewards.amax(-1), rewards.amin(-1), rtol=rounding, atol=0)
+
+
 @dataclass(frozen=True)
 class RewardTable(PerPrompt):
     """The rewards of P x G texts."""
@@ -208,8 +214,7 @@ class RewardTable(PerPrompt):
     @property
     def zero_variance(self) -> np.ndarray:
         """`[P]` bool: all completions of the prompt have equal rewards, which teach nothing."""
-        rounding = ROUNDINGS * np.finfo(self.total.dtype).eps
-        return np.isclose(self.total.max(1), self.total.min(1), rtol=rounding, atol=0)
+        return are_equal(torch.from_numpy(self.total)).numpy()
 
 
 @dataclass(frozen=True)
