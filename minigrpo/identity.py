@@ -12,7 +12,6 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,8 +75,6 @@ def contents(value: Any) -> object:
         return sha256(value).hexdigest()
     if isinstance(value, Tensor):
         return checksum({f"{[*value.shape]}": value.detach().flatten()})
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, type | FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     if is_dataclass(value):
