@@ -11,7 +11,6 @@ task or of a published model, which override those in settings.py.
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Required, TypedDict, get_type_hints
 
@@ -97,8 +96,8 @@ class Config(Settings):
 
 
 def unknown_setting(name: str) -> ConfigError:
-    """The error for an unknown setting, with the settings that may be meant."""
-    here = TRL_WORDS.get(name) or " or ".join(get_close_matches(name, places()))
+    """The error for an unknown setting, with what a word of TRL is here."""
+    here = TRL_WORDS.get(name)
     return ConfigError(f"unknown setting: {name}" + (f"; in minigrpo: {here}" if here else ""))
 
 
