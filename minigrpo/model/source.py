@@ -219,7 +219,6 @@ class ModelSource:
             )
         else:
             lora.attach_peft(model, self.fetch_weights())
-            say(f"{label}: its adapters stay beside their base")
         # 3. A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model
         # is a copy of the start, all of it. Random numbers may differ in their last bits.
         copies_start = INITIAL in (config.loss.teacher, config.loss.reference_model)
