@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -626,19 +627,26 @@ def test_a_run_whose_folder_has_gone_writes_nothing_more(tmp_path: Path, how: st
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     """Whatever has become of a process that its rewards have forked."""
-    run = Run(tmp_path / "run").start().train().save()
-    end, ours = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(ours)
-        os.read(end, 1)  # until the test closes its side
+    begun, begins = os.pipe()
+    ended, ends = os.pipe()
+    first = os.fork()
+    if not first:
+        with suppress(Exception):
+            run = Run(tmp_path / "run").start()
+            run.train().save()
+            if os.fork():
+                os.write(begins, b"begun")
+            os.close(ends)
+            os.read(ended, 1)  # until the test closes its side
         os._exit(0)
+    os.close(begins)
+    assert os.read(begun, 9) == b"begun"
     refused(started, tmp_path / "run")
-    run.die()
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
     assert Run(tmp_path / "run").start().step == 1
-    os.close(ours)
-    os.waitpid(child, 0)
-    os.close(end)
+    for end in (begun, ended, ends):
+        os.close(end)
 
 
 @pytest.mark.parametrize("resume", ["nowhere", "run/checkpoints/step_000009"])

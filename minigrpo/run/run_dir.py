@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
-from weakref import WeakSet
 
 import tomli_w
 import torch
@@ -51,10 +50,6 @@ LOCK = ".lock"
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE)
 MACHINE = ("torch", "threads", "processes", "gpu")  # what may change the bits of a run
-# The open files of LOCK. A lock lasts until each process that has inherited the file has closed it,
-# so one that users' code forks would keep the folder locked when this one has been killed.
-locked = WeakSet[TextIO]()
-os.register_at_fork(after_in_child=lambda: [file.close() for file in locked])
 
 
 def choose_folder(config: Config, dist: DistContext) -> Path:
@@ -95,19 +90,15 @@ class RunDir:
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
-        try:
-            checkpoint = self.dist.on_main(self._lock_and_choose)
-            if checkpoint:
-                state = load_checkpoint(checkpoint)
-                self._compare(state["run"])
-                load(state)
-                self.continued = checkpoint.parent.parent
-                if self.continued == self.path:
-                    self.saved_step = state["step"]
-                self.console.say(f"resumed from step {state['step']} of {checkpoint}")
-        except BaseException:
-            self.close()
-            raise
+        checkpoint = self.dist.on_main(self._lock_and_choose)
+        if checkpoint:
+            state = load_checkpoint(checkpoint)
+            self._compare(state["run"])
+            load(state)
+            self.continued = checkpoint.parent.parent
+            if self.continued == self.path:
+                self.saved_step = state["step"]
+            self.console.say(f"resumed from step {state['step']} of {checkpoint}")
 
     def _lock_and_choose(self) -> Path | None:
         """Lock the folder; return the checkpoint to go on from, or None to start afresh."""
@@ -120,9 +111,9 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         lock = open(self.path / LOCK, "a", encoding="utf-8")
         self._lock = self._open_files.enter_context(lock)
-        locked.add(self._lock)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # of this process alone: what users' code forks may live on when it has been killed
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"--out-dir {self.path}: another run is writing to it") from None
         except OSError:
@@ -176,13 +167,9 @@ class RunDir:
             log.open(self.path, state["step"], self.continued, trackers)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
 
-        try:
-            self.dist.on_main(begin)
-            if self.path.is_dir():  # it may be on another machine
-                self._open_files.enter_context(tracing(self.path))
-        except BaseException:
-            self.close()
-            raise
+        self.dist.on_main(begin)
+        if self.path.is_dir():  # it may be on another machine
+            self._open_files.enter_context(tracing(self.path))
         return log
 
     def close(self) -> None:
