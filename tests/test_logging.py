@@ -298,8 +298,8 @@ def test_a_run_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     assert text.endswith("\n")
     assert "\x1b[?25l" not in text
     assert text.count("x" * 200) == 3
-    assert "reward 2.500" in text  # of the last 15 seconds
-    assert output.isatty() == ("\x1b" in text) == ("reward 1.500" in text)
+    assert "reward 3.000" in text
+    assert output.isatty() == ("\x1b" in text) == ("reward 2.000" in text)
 
 
 def test_what_a_stream_cannot_show_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

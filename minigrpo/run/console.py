@@ -4,11 +4,9 @@ import io
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TextIO
 
 import rich.console
@@ -21,7 +19,7 @@ from ..statistics import Estimate
 from ..task import Task
 from .logging import LogLine
 
-PERIOD = 15.0  # seconds between lines of progress, and over which progress averages
+PERIOD = 15.0  # seconds between lines of progress
 WIDEST_LINE = 100_000  # columns of a file or a pipe
 Metrics = Mapping[str, float]  # of a step, by name
 
@@ -107,21 +105,16 @@ class Console:
             redirect_stderr=Output(sys.stderr).is_terminal,
         )
         task = progress.add_task("", completed=done, total=last_step)
-        recent = deque[tuple[float, float]]()  # the time and the value of the latest steps
         line_printed_at = -math.inf
 
         def show(step: int, metrics: Metrics) -> None:
             nonlocal line_printed_at
             now = time.monotonic()
             name = "reward" if "reward" in metrics else "loss"
-            recent.append((now, metrics[name]))
-            while recent[0][0] <= now - PERIOD:
-                recent.popleft()
-            mean = fmean(value for _, value in recent)
             seconds = metrics["step_time"]
             minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
             left = f"left {minutes_left}:{seconds_left:02d}"
-            text = f"{name} {mean:.3f}  {seconds:.2f} s/step  {left}"
+            text = f"{name} {metrics[name]:.3f}  {seconds:.2f} s/step  {left}"
             if has_bar:
                 progress.update(task, completed=step, description=text, refresh=True)
             elif now - line_printed_at >= PERIOD or step == last_step:
