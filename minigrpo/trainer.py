@@ -28,7 +28,7 @@ from .model.source import ModelSource
 from .rewards.functions import in_worker_processes
 from .rollout import RolloutBatches, SupervisedBatches
 from .run.console import Console
-from .run.logging import RunLog, log_group, log_held_out
+from .run.logging import EVALUATIONS, RunLog, log_group, log_held_out, read_jsonl
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
@@ -131,7 +131,7 @@ class Trainer:
         """Train to `max_steps`, or until asked to stop; return the contents of summary.json."""
         began = time.perf_counter()
         log = self._open_log()
-        self.evaluations = self.dist.on_main(lambda: log.evaluated)
+        self.evaluations = self.dist.on_main(lambda: read_jsonl(self.run_dir.path / EVALUATIONS))
         machines = f"{self.dist.world_size} x {self.device.type}"
         self.console.introduce(self.config, self.job.task, self.scorer.weights, machines)
         try:

@@ -67,7 +67,7 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
     log.write(HELD_OUT, 3, [{"truth": "4"}, {"truth": "5"}], mode="w")
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = log_of(tmp_path, 2)
-    first, second = again.evaluated
+    first, second = read_jsonl(tmp_path / "eval.jsonl")
     assert first == {"step": 0, "n": 8.0, "exact": 0.5, "exact/a": 8.0}
     assert second == {"step": 2, "exact": 0.75, "reward": None}
     again.step(3, {"loss": 7.0})

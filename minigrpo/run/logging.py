@@ -76,7 +76,6 @@ class RunLog:
         self.check = check
         self.folder: Path | None = None
         self.charts: dict[str, Any] = {}  # TensorBoard and a tracker, by name
-        self.evaluated: list[dict[str, Any]] = []  # the lines of eval.jsonl
 
     def open(
         self,
@@ -91,8 +90,6 @@ class RunLog:
             lines = read_jsonl(base / name, self.warn)
             kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
-            if name == EVALUATIONS:
-                self.evaluated = kept
         self.charts = dict(trackers)
         self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
 

@@ -137,17 +137,6 @@ def diagnose(run: Run) -> list[tuple[Rule, str]]:
     return findings
 
 
-def print_findings(console: Console, run: Run) -> None:
-    findings = diagnose(run)
-    extent = f"in {len(run.metrics)} steps"
-    if not findings:
-        console.say(f"doctor: no findings {extent}; trends need {FEWEST_STEPS}")
-        return
-    console.say(f"\ndoctor: findings {extent}")
-    for rule, seen in findings:
-        console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")
-
-
 class RunArguments(Group):
     """The arguments of all commands on runs."""
 
@@ -162,5 +151,8 @@ def doctor_command(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(RunArguments, args=argv, prog=prog, description=__doc__)
     console = Console()
     for run in arguments.read(console.warn):
-        console.say(f"{run.name}:")
-        print_findings(console, run)
+        findings = diagnose(run)
+        number = len(findings) or f"no (trends need {FEWEST_STEPS} steps)"
+        console.say(f"{run.name}, {len(run.metrics)} steps: {number} findings")
+        for rule, seen in findings:
+            console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")
