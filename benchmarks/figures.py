@@ -87,7 +87,7 @@ def train(name: str, figure: Figure, max_steps: int, folder: Path) -> Runs:
         print(f"\n{name}, run {number} of {len(jobs)}: {flags}", flush=True)
         words = f"{flags} --out-dir {out_dir} --resume auto".replace("RUNS", str(folder)).split()
         run_command("train", words, "minigrpo train")
-        run = read_run(out_dir, print)
+        run = read_run(out_dir)
         if len(run.metrics) < run.config.run.max_steps:
             sys.exit(f"{out_dir} was stopped; start this again to go on")
         runs[column, arm].append(run)

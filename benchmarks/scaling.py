@@ -65,4 +65,4 @@ class Scaling(Outputs):
             # finds the package of a checkout from any folder
             here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
             subprocess.run(command, env=os.environ | here, stdout=subprocess.DEVNULL, check=True)
-            return read_run(run, print).metrics[3:]  # the first ones warm up
+            return read_run(run).metrics[3:]  # the first ones warm up

@@ -52,7 +52,7 @@ def write_run(
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
-    return [read_run(folder, print) for folder in folders]
+    return [read_run(folder) for folder in folders]
 
 
 def compared(*folders: Path, pool: bool = False) -> dict[str, Difference]:

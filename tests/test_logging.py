@@ -85,18 +85,15 @@ def test_what_is_logged_is_read_back_and_a_resume_drops_later_lines(tmp_path: Pa
 
 
 @pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])
-def test_a_damaged_line_is_left_out_with_a_warning(tmp_path: Path, line: bytes) -> None:
-    """Also if a run is writing the last line, or was killed while it did; that is no damage."""
+def test_a_damaged_line_is_left_out(tmp_path: Path, line: bytes) -> None:
+    """Also if a run is writing the last line, or was killed while it did."""
     whole = [to_json({"step": step}).encode() for step in (1, 2, 3)]
     path = tmp_path / "metrics.jsonl"
-    said = []
     path.write_bytes(b"".join(whole) + line)
-    assert len(read_jsonl(path, said.append)) == 3
-    assert not said
+    assert len(read_jsonl(path)) == 3
     path.write_bytes(b"".join((whole[0], line, b"\n", *whole[1:])))
-    log = log_of(tmp_path, 3, said)
+    log = log_of(tmp_path, 3)
     assert steps_of(path) == [1, 2, 3]
-    assert len(said) == 1
     log.step(4, {})
     assert steps_of(path) == [1, 2, 3, 4]
 

@@ -84,7 +84,7 @@ def test_held_out_prompts_of_equal_texts_stay_apart(tmp_path: Path) -> None:
         messages = [{"role": "system", "content": f"Report {index}."}]
         lines.append({**held_out(step, 0, f"{step}"), "index": index, "messages": messages})
     run = run_with_samples(tmp_path / "a", lines)
-    groups = samples_of(read_run(run, print), print)["held_out"]
+    groups = samples_of(read_run(run))["held_out"]
     assert [[line["index"] for line in group] for group in groups] == [[0, 0], [1, 1], [2, 2]]
 
 
@@ -118,7 +118,7 @@ def test_a_metric_has_one_figure_and_one_that_is_always_0_has_none() -> None:
 def test_several_runs_share_each_figure_and_shares_have_wilsons_intervals(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", [1, 0, 0, 0] * 10)
     b = write_run(tmp_path / "b", [1, 1], group_size=8)
-    runs = [read_run(a, print), read_run(b, print), made_up({"reward": range(6)}, [])]
+    runs = [read_run(a), read_run(b), made_up({"reward": range(6)}, [])]
     assert runs[0].headlines == [wilson(0.25, 40)] * 2
     assert runs[0].curve("eval/exact_sampled") == {0: 0.25, 3: 0.25}
     assert runs[0].curve("reward")[3] == 1

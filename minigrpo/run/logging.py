@@ -19,6 +19,7 @@ held_out.jsonl has the greedy answers of the last evaluation, which `minigrpo co
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -51,19 +52,16 @@ def to_json(record: LogLine, indent: int | None = None) -> str:
     return json.dumps(strict, indent=indent) + "\n"
 
 
-def read_jsonl(path: Path, warn: Warn = lambda text: None) -> list[dict[str, Any]]:
-    """The objects in a log, or none if there is no file. A damaged line is left out.
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects in a log, or none if there is no file.
 
-    The last line may be incomplete, because a run is writing it or was killed while it did.
+    A line that a kill or a full disk has cut off is left out, like one that is being written.
     """
     records = []
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
+    for line in lines:
+        with suppress(ValueError):
             records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                warn(f"{path}, line {number}: damaged, left out")
     return records
 
 
@@ -87,7 +85,7 @@ class RunLog:
         """Continue the logs of the run in `base`, in `folder`, without lines after `step`."""
         self.folder = folder
         for name in LOGS:
-            lines = read_jsonl(base / name, self.warn)
+            lines = read_jsonl(base / name)
             kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
         self.charts = dict(trackers)

@@ -10,7 +10,7 @@ from ..config import Config
 from ..metrics import SAMPLED, headline
 from ..model.source import RECORD, RunRecord
 from ..statistics import Estimate, wilson
-from ..types import REWARD, ConfigError, Warn
+from ..types import REWARD, ConfigError
 from .logging import EVALUATIONS, METRICS, read_jsonl
 
 LoggedNumbers = Mapping[str, float]  # a line of metrics.jsonl or eval.jsonl, with its `step`
@@ -61,10 +61,10 @@ class Run:
         return [self.name, steps, held_out[0], held_out[-1], *costs]
 
 
-def read_run(folder: Path, warn: Warn) -> Run:
-    """Read the folder of a run; warn of damaged lines. Raises ConfigError if it is not one."""
-    metrics = _read_numbers(folder / METRICS, warn)
-    evaluations = _read_numbers(folder / EVALUATIONS, warn)
+def read_run(folder: Path) -> Run:
+    """Read the folder of a run. Raises ConfigError if it is not one."""
+    metrics = _read_numbers(folder / METRICS)
+    evaluations = _read_numbers(folder / EVALUATIONS)
     record = RunRecord.read(folder)
     if not (metrics and record):
         raise ConfigError(f"{folder}: is not a run, or has no steps yet")
@@ -72,9 +72,9 @@ def read_run(folder: Path, warn: Warn) -> Run:
     return Run(folder, config, metrics, evaluations, record.versions)
 
 
-def _read_numbers(path: Path, warn: Warn) -> list[LoggedNumbers]:
+def _read_numbers(path: Path) -> list[LoggedNumbers]:
     """The lines of a log, without values that were not finite."""
-    lines = read_jsonl(path, warn)
+    lines = read_jsonl(path)
     return [{name: x for name, x in line.items() if x is not None} for line in lines]
 
 

@@ -16,7 +16,7 @@ import tyro
 from ..metrics import SAMPLED
 from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
-from ..run.reading import OVERVIEW_COLUMNS, Run, differing
+from ..run.reading import OVERVIEW_COLUMNS, Run, differing, read_run
 from ..run.run_dir import MACHINE
 from ..statistics import Difference, difference
 from .doctor import RunArguments
@@ -93,7 +93,7 @@ class CompareArguments(RunArguments):
 def compare_command(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(CompareArguments, args=argv, prog=prog, description=__doc__)
     console = Console()
-    runs = arguments.read(console.warn)
+    runs = [read_run(folder) for folder in arguments.runs]
     settings = runs_by_setting(runs, arguments.pool)
 
     # 1. What the runs are, and how they went.

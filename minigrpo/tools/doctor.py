@@ -12,7 +12,6 @@ from pydantic import Field
 from ..run.console import Console
 from ..run.reading import Run, read_run
 from ..settings import Group, OnePath
-from ..types import Warn
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends
 HEADLINES = "held out"  # the series of `Run.headlines`
@@ -143,14 +142,11 @@ class RunArguments(Group):
     runs: Annotated[tuple[OnePath, ...], tyro.conf.Positional, Field(min_length=1)]
     """Folders of runs."""
 
-    def read(self, warn: Warn) -> list[Run]:
-        return [read_run(folder, warn) for folder in self.runs]
-
 
 def doctor_command(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(RunArguments, args=argv, prog=prog, description=__doc__)
     console = Console()
-    for run in arguments.read(console.warn):
+    for run in map(read_run, arguments.runs):
         findings = diagnose(run)
         number = len(findings) or f"no (trends need {FEWEST_STEPS} steps)"
         console.say(f"{run.name}, {len(run.metrics)} steps: {number} findings")

@@ -19,9 +19,8 @@ from ..config import Config
 from ..errors import refusing
 from ..run.console import Console
 from ..run.logging import SAMPLES, LogLine, read_jsonl
-from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing
+from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing, read_run
 from ..settings import OnePath
-from ..types import Warn
 from .doctor import RunArguments, diagnose
 
 BESIDE = ("step", "n")  # numbers of the logs that are not curves
@@ -84,9 +83,9 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
     return figures
 
 
-def samples_of(run: Run, warn: Warn) -> dict[str, list[list[LogLine]]]:
+def samples_of(run: Run) -> dict[str, list[list[LogLine]]]:
     """The last groups of training, and held-out prompts with their answers over the run."""
-    lines = read_jsonl(run.folder / SAMPLES, warn)
+    lines = read_jsonl(run.folder / SAMPLES)
     last_groups = {}
     for source, key in (("train", "step"), ("held_out", "index")):
         groups = defaultdict[int, list[LogLine]](list)
@@ -104,8 +103,7 @@ class ReportArguments(RunArguments):
 
 def report_command(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(ReportArguments, args=argv, prog=prog, description=__doc__)
-    console = Console()
-    runs = arguments.read(console.warn)
+    runs = [read_run(folder) for folder in arguments.runs]
     settings = [run.config.flat() | run.versions for run in runs]
     template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
     page = Template(template, autoescape=True, trim_blocks=True).render(
@@ -113,9 +111,9 @@ def report_command(argv: Sequence[str], prog: str) -> None:
         columns=OVERVIEW_COLUMNS,
         overviews=[run.overview() for run in runs],
         diagnose=diagnose,
-        samples=[samples_of(run, console.warn) for run in runs],
+        samples=[samples_of(run) for run in runs],
         figures=figures_of(runs),
         changed=differing([Config().flat(), *settings]),
     )
     arguments.out.write_text(page, "utf-8", "replace")
-    console.say(f"wrote {arguments.out}")
+    Console().say(f"wrote {arguments.out}")
