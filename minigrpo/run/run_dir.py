@@ -137,19 +137,17 @@ class RunDir:
         """Raise ConfigError for another run's identity; warn of what may change results."""
         free = ("speed", "memory", "run")  # the groups that may differ, except for the seed
         may_differ = {name for name, (group, _) in places().items() if group in free} - {"seed"}
-        warn = self.console.warn if self.dist.is_main else lambda text: None
         for name, now in self.identity.items():
             if then.get(name) == now:
                 continue
             change = f"--resume: {name} was {then.get(name)!r}, is {now!r}"
             if name not in may_differ | self.machine.keys():
                 raise ConfigError(change)
-            effect = "the learning rate follows it" if name == "max_steps" else "bits may differ"
-            warn(f"{change}: {effect}")
+            self.console.warn(f"{change}: results may differ")
         for name, before in then["contents"].items():
             now = self.contents.get(name) or sha256_of(name)  # users' code may import it later
             if now and now != before:
-                warn(f"--resume: {name} has changed since: it is used as it is now")
+                self.console.warn(f"--resume: {name} has changed since: it is used as it is now")
         for name, before in then["checksums"].items():
             if self.checksums.setdefault(name, before) != before:
                 raise ConfigError(f"--resume: the {name} have changed since")
