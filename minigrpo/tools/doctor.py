@@ -42,13 +42,6 @@ def solved(run: Run) -> bool:
     return any(estimate.low > 0.85 for estimate in run.headlines)  # infinite if not a fraction
 
 
-def has_not_risen(values: np.ndarray, run: Run) -> bool | np.bool:
-    """Whether the last third is not 2 standard errors above the first, and some value is not 0."""
-    first, last = np.array_split(values, 3)[::2]
-    error = np.sqrt((first.var() + last.var()) / len(last))
-    return values.any() and last.mean() - first.mean() <= 2 * error and not solved(run)
-
-
 RULES = (
     Rule(
         "rewards/*/failures",
@@ -77,7 +70,9 @@ RULES = (
     ),
     Rule(
         "reward",
-        has_not_risen,
+        lambda values, run: (
+            values.any() and at_last(values) <= at_first(values) and not solved(run)
+        ),
         "The reward has not risen.",
         "If it fell, lower --learning-rate. Otherwise try three times as much, more "
         "--prompts-per-step, or more steps.",
