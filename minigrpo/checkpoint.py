@@ -66,9 +66,8 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The folders of checkpoints by step. Damaged ones count, but empty ones do not."""
-    named = [path for path in folder.glob("step_*") if step_of(path) >= 0 and path.is_dir()]
-    return sorted((path for path in named if any(path.iterdir())), key=step_of)
+    """The folders of checkpoints by step, also damaged ones."""
+    return sorted((path for path in folder.glob("step_*") if step_of(path) >= 0), key=step_of)
 
 
 def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:

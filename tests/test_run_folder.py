@@ -461,25 +461,6 @@ def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path:
     assert newest(tmp_path, lambda text: None).name == "step_000002"
 
 
-def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-
-    def lay(step: int) -> None:
-        (folder / f"step_{step:06d}").mkdir()
-
-    lay(4)
-    run = Run(tmp_path / "run").start().train().save().train().save()
-    assert whole(tmp_path / "run") == [1, 2]  # of those kept, none was given up for it
-    lay(3)
-    run.train().save()
-    run.die()
-    assert whole(tmp_path / "run") == [2, 3]
-    again = Run(tmp_path / "run").start().train().save()
-    assert again.step == 4
-    assert whole(tmp_path / "run") == [3, 4]
-
-
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EACCES])
 def test_a_folder_that_cannot_be_flushed_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
