@@ -17,15 +17,12 @@ from ..metrics import SAMPLED
 from ..run.console import Console
 from ..run.logging import HELD_OUT, read_jsonl
 from ..run.reading import OVERVIEW_COLUMNS, Run, differing, read_run
-from ..run.run_dir import MACHINE
 from ..statistics import Difference, difference
 from .doctor import RunArguments
 
 Runs = Sequence[Run]  # of one setting: they differ in their seed at most
 Example = tuple[int, str]  # the place of its line in held_out.jsonl, and its digest
 Answers = dict[Example, float]  # values of a measure
-# settings that a comparison ignores
-BESIDE = {"seed", "keep_last", "profile", "track"}
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
@@ -35,13 +32,8 @@ def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
         return {run.name: [run] for run in runs}
     pools = defaultdict[str, list[Run]](list)
     for run in runs:
-        versions = {name: x for name, x in run.versions.items() if name not in MACHINE}
-        pools[f"{settings_that_count(run)} {versions}"].append(run)
+        pools[f"{run.config.replace(seed=0)} {run.versions}"].append(run)
     return {f"{pooled[0].name} x {len(pooled)}": pooled for pooled in pools.values()}
-
-
-def settings_that_count(run: Run) -> dict[str, object]:
-    return {name: value for name, value in run.config.flat().items() if name not in BESIDE}
 
 
 def differences(first: Runs, second: Runs) -> dict[str, Difference]:
@@ -98,7 +90,7 @@ def compare_command(argv: Sequence[str], prog: str) -> None:
 
     # 1. What the runs are, and how they went.
     first_runs = [same[0] for same in settings.values()]
-    used = [settings_that_count(run) | run.versions for run in first_runs]
+    used = [run.config.flat() | run.versions for run in first_runs]
     console.table("settings and software that differ", ("", *settings), differing(used))
     overviews = [run.overview() for run in runs]
     console.table("held out, sampled; medians of cost", OVERVIEW_COLUMNS, overviews)
