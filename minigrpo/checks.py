@@ -24,7 +24,7 @@ def check_examples(job: Job, context: int, console: Console) -> None:
     if config.task.eval_data and not config.task.data:
         raise ConfigError("--eval-data needs --data, the files to train on")
     examples = list[Example]()
-    for number in console.bar("checking rows", task.num_known):
+    for number in range(task.num_known):
         example = task.known(number)
         if example.prompt or example.messages:  # else its environment asks
             _check_fit(config, tokenizer, context, example)

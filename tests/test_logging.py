@@ -270,13 +270,6 @@ def output(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     return stream
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_long_work_shows_a_bar_on_a_terminal_alone(output: StringIO, quiet: bool) -> None:
-    with redirect_stdout(output):
-        assert [*Console(quiet=quiet).bar("reading", 3)] == [0, 1, 2]
-    assert bool(output.getvalue()) == (output.isatty() and not quiet)
-
-
 def test_a_run_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     output: StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

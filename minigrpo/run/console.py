@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
-from rich.progress import BarColumn, Progress, TextColumn, track
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..config import Config
@@ -81,12 +81,6 @@ class Console:
         if text not in self.warned:
             print(f"warning{where}: {text}", file=Output(sys.stderr), flush=True)
         self.warned.add(text)
-
-    def bar(self, what: str, total: int) -> Iterable[int]:
-        """The numbers below `total`, with a bar on a terminal that vanishes at the end."""
-        screen = Screen()
-        is_hidden = self.quiet or not screen.is_interactive
-        return track(range(total), what, console=screen, transient=True, disable=is_hidden)
 
     @contextmanager
     def steps(self, done: int, last_step: int) -> Iterator[Callable[[int, Metrics], None]]:
