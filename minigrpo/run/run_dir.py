@@ -49,7 +49,6 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 # a folder with any of these holds a run or a model, which a new run would replace
 WRITTEN = (RECORD, *LOGS, SUMMARY, WEIGHTS, ADAPTER_FILE)
-MACHINE = ("torch", "threads", "processes", "gpu")  # what may change the bits of a run
 
 
 def choose_folder(config: Config, dist: DistContext) -> Path:
@@ -75,9 +74,12 @@ class RunDir:
         self.checkpoints = self.path / CHECKPOINTS
         # the settings without those of a single start
         self.record = self.config.replace(out_dir="", resume="", stop_after=0)
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-        found = str(torch.__version__), torch.get_num_threads(), self.dist.world_size, gpu
-        self.machine = dict(zip(MACHINE, found, strict=True))
+        self.machine = {  # what may change the bits of a run
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "processes": self.dist.world_size,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        }
         names = f"{self.config.task.data},{self.config.task.eval_data}".split(",")
         files = [str(Path(name.strip()).absolute()) for name in names]
         data = {file: sha256_of(file) for file in files if os.path.isfile(file)}
