@@ -164,7 +164,6 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
 
 def show(console: Console, graded: Graded) -> None:
     """Print prompts, answers, and each completion or dialogue with its reward."""
-    right = graded.right
     rewards = graded.rewards
     for p, example in enumerate(graded.examples):
         lines = [f"prompt      {example.prompt}"]
@@ -173,12 +172,8 @@ def show(console: Console, graded: Graded) -> None:
             for message in text.messages:
                 speaker = message["role"] if text.is_dialogue else "completion"
                 lines.append(f"{speaker:<10}  {message['content']}")
-            verdict = []
-            if right.known[p, g]:
-                verdict.append("right" if right.values[p, g] else "wrong")
             if rewards.total_known[p, g]:
-                verdict.append(f"reward {rewards.total[p, g]:.3g}")
-            lines[-1] += f"   {', '.join(verdict)}"
+                lines[-1] += f"   reward {rewards.total[p, g]:.3g}"
         console.say(printable("\n".join([*lines, ""])))
 
 
