@@ -77,11 +77,10 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
         _function(name)(list(argv), prog)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, RunFailed) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
         place = place_of(error)  # in a file of the user's, if it is of their code
-        fail(place + (" ".join(str(error).split()) or type(error).__name__))
-    except RunFailed as error:
-        fail(" ".join(str(error).split()), code=1)
+        fail(place + text, code=1 if isinstance(error, RunFailed) else 2)
 
 
 def show_help(name: str, argv: Sequence[str], prog: str) -> None:
