@@ -1,6 +1,5 @@
 """What people see of a run or a command: lines of text, tables, and bars on a terminal."""
 
-import io
 import math
 import sys
 import time
@@ -27,9 +26,9 @@ Metrics = Mapping[str, float]  # of a step, by name
 class Output:
     """A stream that never raises: a closed one shows nothing, and odd characters are escaped."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream or io.StringIO()  # a program without a terminal may have no stream
-        self.encoding = getattr(self.stream, "encoding", None) or "utf-8"
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.encoding = stream.encoding or "utf-8"
         self.is_terminal = not self.stream.closed and self.stream.isatty()
 
     def write(self, text: str) -> None:
