@@ -1,10 +1,10 @@
 """The sandbox runs code that a model wrote, and says which of its tests pass.
 
 **The verdict.** For `assert f(2) == 5` the program's process evaluates `f(2)`, and the trainer
-compares the value with the right side: a literal, or else a value that a process without the
-program evaluates. So only the right value passes, whatever is printed, patched or read from memory.
-A test of another form, or with a right side that is not plain (Fraction(3) is not 3 here), runs in
-the program's process and trusts it.
+compares the value with that of the right side, which a process without the program evaluates. So
+only the right value passes, whatever is printed, patched or read from memory. A test of another
+form, or with a right side that is not plain (Fraction(3) is not 3 here), runs in the program's
+process and trusts it.
 
 **The protection.** Each program has a process and a session of its own, an empty environment, and
 limits on time, memory and open files. It may start threads, but it cannot start a process, send a

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from .worker import frame, receive
@@ -34,7 +35,7 @@ def run_tests(
     of CPU time, rounded up. Raises OSError if no process can be started.
     """
     expressions = [sides(test) for test in tests]
-    expected = values_of([right for _, right in expressions], timeout_s)
+    expected = [value_of(right, timeout_s) for _, right in expressions]
     with running(timeout_s) as ask:
         loaded = ask("exec", f"{code}\n{setup}") == [None]
         verdicts = []
@@ -44,27 +45,15 @@ def run_tests(
     return verdicts
 
 
-def values_of(rights: Sequence[str], timeout_s: float) -> list[list[object]]:
-    """For each right side [its value], or [] if it has none that is plain.
+@lru_cache(maxsize=10_000)
+def value_of(right: str, timeout_s: float) -> list[object]:
+    """[The value] of a right side, or [] if it has none that is plain.
 
-    A process without the program evaluates right sides that are not literals, because a program
-    could find the values in the memory of its own process.
+    A process without the program evaluates it, because a program could find the value in the memory
+    of its own process. All completions of a prompt share it.
     """
-    values: list[list[object]] = [[] for _ in rights]
-    unknown = []
-    for number, right in enumerate(rights):
-        try:
-            value = ast.literal_eval(right)
-            frame(value)  # an error if it is not plain
-            values[number] = [value]
-        except Exception:
-            if right:
-                unknown.append(number)
-    if unknown:
-        with running(timeout_s) as ask:
-            for number in unknown:
-                values[number] = ask("eval", rights[number])
-    return values
+    with running(timeout_s) as ask:
+        return ask("eval", right)
 
 
 @contextmanager
