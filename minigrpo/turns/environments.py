@@ -78,19 +78,6 @@ def is_game(environment: Any) -> bool:
     return hasattr(environment, "step")
 
 
-def tool_names(environment: Any) -> list[str]:
-    """The methods of an environment that the model may call."""
-    if is_game(environment):
-        return []
-    names = []
-    for name, member in inspect.getmembers(type(environment)):
-        # a class method, or a method, perhaps with a cache
-        is_method = inspect.ismethod(member) or inspect.isfunction(inspect.unwrap(member))
-        if is_method and name[0] != "_" and name not in NOT_TOOLS:
-            names.append(name)
-    return names
-
-
 @dataclass(frozen=True)
 class EnvironmentSpec:
     """A class of environments, or another callable, which makes one for each completion."""
@@ -141,11 +128,10 @@ class EnvironmentSet:
         by_name("environments", [(spec.name, type(spec.shown)) for spec in specs.values()])
         functions = [tools] if callable(tools) else tools
         function_tools = [Tool.of(function) for function in functions]
-        named = by_name("tools", [(tool.name, tool) for tool in function_tools])
+        environments = cls(specs, by_name("tools", [(tool.name, tool) for tool in function_tools]))
         for spec in specs.values():
-            methods = [(name, spec) for name in tool_names(spec.shown)]
-            by_name("tools", [*named.items(), *methods])
-        return cls(specs, named)
+            environments.tools_of(spec.shown)  # raises an error for two tools of one name
+        return environments
 
     @classmethod
     def load(cls, setting: str) -> "EnvironmentSet":
@@ -173,8 +159,10 @@ class EnvironmentSet:
         """An environment's public methods, and the tools of the run. A game has none."""
         if is_game(environment):
             return {}
-        own = {name: Tool(name, getattr(environment, name)) for name in tool_names(environment)}
-        return {**own, **self.tools}
+        methods = inspect.getmembers(type(environment), inspect.isroutine)
+        names = [name for name, _ in methods if name[0] != "_" and name not in NOT_TOOLS]
+        own = [(name, Tool(name, getattr(environment, name))) for name in names]
+        return by_name("tools", [*own, *self.tools.items()])
 
     def spec_of(self, example: Example) -> EnvironmentSpec:
         """The spec that a row's `environment` names, else the first."""
