@@ -124,7 +124,7 @@ def test_weights_choose_and_scale() -> None:
     assert double.scores["right"].values.shape == (2, 3)  # measured, and not paid
 
 
-def test_names_weights_and_timeouts_that_cannot_be_are_refused() -> None:
+def test_names_and_choices_that_cannot_be_are_refused() -> None:
     def scorer(names: Sequence[str], weights: Any = None) -> RewardScorer:
         functions = [reward(lambda example, text: 1.0, name=name) for name in names]
         return RewardScorer(Lengths(), functions=functions, weights=weights)
@@ -132,15 +132,6 @@ def test_names_weights_and_timeouts_that_cannot_be_are_refused() -> None:
     for names in (["length"], ["step"], ["pass@1"], ["a/b"]):
         refused(scorer, names)
     refused(scorer, ["mine"], {"typo": 1.0})
-    task = Lengths()
-    for weight in (math.nan, math.inf, -math.inf, "1", None):
-        task.reward_weights = {"length": 1.0, "right": weight}  # type: ignore[dict-item]
-        refused(RewardScorer, Lengths(), weights={"length": weight})
-        refused(RewardScorer, task)
-        heavy = reward(lambda example, text: 1.0, weight=weight)
-        refused(RewardScorer, Lengths(), functions=[heavy])
-    for timeout_s in (None, "5", math.nan, math.inf, 0, -1.0):
-        refused(reward, lambda example, text: 1.0, timeout_s=timeout_s)
     assert score(reward(lambda example, text: 1.0, timeout_s=np.float32(5)))[1] == 0
     task = Lengths()
     task.success = "lenght"  # the headline would be another measure, under this name

@@ -10,7 +10,7 @@ import Levenshtein
 
 from ..errors import ConfigError, refusing
 from ..runtime.hangs import TRACE
-from ..runtime.pool import finished, seconds
+from ..runtime.pool import finished
 from ..runtime.processes import WorkerProcesses
 from ..types import REWARD, Example, Scores, Warn
 from ..userfiles import load_file, name_of
@@ -41,7 +41,6 @@ class RewardFunction:
         name = self.name or name_of(self.function)
         object.__setattr__(self, "name", OTHER_NAMES.get(name, name))
         with refusing(f"reward {self.name}"):
-            seconds(self.timeout_s)
             if self.process and not self.is_importable:
                 raise ConfigError(f"process=True needs {IMPORTABLE}")
             if self.batched + self.grouped + self.tokens > 1:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ConfigError, refusing
+from ..errors import ConfigError
 from ..guard import RunFailed
 from ..runtime.pool import Pool
 from ..task import Task, TokenBatch
@@ -72,7 +72,7 @@ class RewardScorer:
     token_model: Callable[[str], Any] | None = None  # for them: from a name to a frozen model
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a name that cannot be, and a weight that is not finite."""
+        """Raises ConfigError for a name that cannot be."""
         self.first_errors: dict[str, str] = {}  # error by reward that has failed
         self.failing = Counter[str]()  # steps in a row in which a reward fails on all completions
         self.begin_step(math.inf)
@@ -96,12 +96,9 @@ class RewardScorer:
         there_are = f"is not the name of a reward; there are {', '.join(self.names)}"
         if self.success not in (EXACT, REWARD, *self.names):
             raise ConfigError(f"the task's success: {self.success} {there_are}")
-        for name, weight in self.weights.items():
+        for name in self.weights:
             if name not in self.names:
                 raise ConfigError(f"--reward-weights: {name} {there_are}")
-            with refusing(f"reward {name}: weight {weight!r}"):
-                if not math.isfinite(weight):
-                    raise ValueError("must be a finite number")
 
     def begin_step(self, began: float) -> None:
         """Forget the step before."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,16 +11,8 @@ from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError
 from . import hangs
 from .processes import LATE
-
-
-def seconds(given: Any) -> float:
-    """The deadline that a user gives, in seconds. Raises an error for anything else."""
-    if not 0 < given < math.inf:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {given!r:.80}")
-    return float(given)
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import refusing
 from ..guard import RunFailed
 from ..rng import stream
-from ..runtime.pool import called, finished, seconds
+from ..runtime.pool import called, finished
 from ..task import Task
 from ..tasks.base import WrappedTask
 from ..text.chat import Tool as Schema
@@ -92,7 +92,7 @@ class EnvironmentSpec:
         with refusing(f"environment {getattr(given, '__name__', given)!s:.80}"):
             session = Session(given, TIMEOUT_S)
             shown = session.begin()
-            timeout_s = seconds(getattr(shown, "timeout_s", TIMEOUT_S))
+            timeout_s = float(getattr(shown, "timeout_s", TIMEOUT_S))
             assert callable(shown.reset)  # a function may return anything
             session.close()
             return cls(given, shown, timeout_s)
