@@ -116,16 +116,12 @@ class Dialogues:
         self.pool = Pool(0)
         self.episodes: list[Episode] = []
         self.call_form: CallForm | None = None
-        tokenizer = self.tokenizer
         for spec in self.environments.specs.values():
-            game = is_game(spec.shown)
-            if not (game or tokenizer.chat):
-                raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
-            user = {"role": "user", "content": "A"}
-            answer = user if game else result_of({}, "tool", {}).message
-            self.encode([answer])
             if self.environments.tools_of(spec.shown):
-                self.call_form = call_form(tokenizer)
+                self.call_form = call_form(self.tokenizer)
+            user = {"role": "user", "content": "A"}
+            result = result_of({}, "tool", {}).message
+            self.encode([user if is_game(spec.shown) else result])
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -246,9 +242,10 @@ class Dialogues:
 
 
 def call_form(tokenizer: Tokenizer) -> CallForm:
-    """The form in which the chat template writes a call. Raises ConfigError for an unknown one."""
+    """The form in which the chat template writes a call. Raises ConfigError if none is known."""
     chat = tokenizer.chat
-    assert chat
+    if not chat:
+        raise ConfigError(f"tools: --tokenizer {tokenizer.name} has no chat template")
     arguments = {"word": "tea", "other": "green tea"}  # some forms have only texts
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
