@@ -4,6 +4,7 @@ import ctypes
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, float] = {}
+        self.seconds = defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -81,12 +82,12 @@ class PhaseTimer:
             yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call."""
-        seconds = self.seconds
-        self.seconds = {}
+        seconds = dict(self.seconds)
+        self.seconds.clear()
         return seconds
 
 
