@@ -43,11 +43,10 @@ class TextBatch:
         self.texts = [text for group in texts for text in group]
         self.examples = [example for example in examples for _ in texts[0]]
         self.places = np.arange(len(self.texts)).reshape(len(texts), -1)
-        prompts = np.arange(len(texts)).repeat(len(texts[0]))
         # dialogues may differ although their last turns are equal
         contents = [id(text) if text.is_dialogue else text for text in self.texts]
         numbers: dict[tuple[int, str | int], int] = {}  # of the distinct texts
-        keys = zip(prompts.tolist(), contents, strict=True)
+        keys = zip(map(id, self.examples), contents, strict=True)
         same = [numbers.setdefault(key, len(numbers)) for key in keys]
         self.distinct = np.unique(same, return_index=True)[1]  # the place of the first of each
         self.same = np.reshape(same, self.places.shape)  # [P, G], the number of each distinct text
