@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
@@ -46,15 +46,27 @@ class Tool:
         return tool
 
     @cached_property
+    def typed(self) -> Callable[..., Any]:
+        """The function with annotations that are types, even if the file has texts."""
+
+        @wraps(self.function)
+        def call(*args: Any, **options: Any) -> Any:
+            return self.function(*args, **options)
+
+        call.__annotations__ = get_type_hints(self.function, include_extras=True)
+        return call
+
+    @cached_property
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates expect it, from its type hints and its docstring."""
         about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
-            whole = TypeAdapter[Any](self.function).json_schema()  # type: ignore[arg-type]
-            properties = whole["properties"]  # a function without has arguments that have no names
-        for name, argument in properties.items():
+            whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+            if "properties" not in whole:
+                raise TypeError("a model gives arguments by name, and one has none")
+        for name, argument in whole["properties"].items():
             argument.pop("title", None)
             if name in described:
                 argument["description"] = " ".join(described[name].split())
@@ -75,7 +87,7 @@ class Tool:
             if isinstance(value, str) and schema and "string" not in types:
                 with suppress(ValueError):
                     read[name] = json.loads(value)
-        return finished(validate_call(self.function)(**read), timeout_s)
+        return finished(validate_call(self.typed)(**read), timeout_s)
 
 
 @dataclass(frozen=True)
