@@ -64,9 +64,8 @@ class Tool:
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
             whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
-            if "properties" not in whole:
-                raise TypeError("a model gives arguments by name, and one has none")
-        for name, argument in whole["properties"].items():
+            properties = whole["properties"]  # a function without has arguments that have no names
+        for name, argument in properties.items():
             argument.pop("title", None)
             if name in described:
                 argument["description"] = " ".join(described[name].split())
