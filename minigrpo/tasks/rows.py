@@ -34,8 +34,6 @@ Parse = Callable[[Any], Row]  # reads what a line holds; any exception refuses t
 
 def read_rows(setting: str, data: Any) -> list[Record]:
     """The rows of a table, or of any iterable of dicts. Raises ConfigError for other values."""
-    forms = "file names or rows (a list of dicts, a Dataset of one split, a DataFrame)"
-    refusal = ConfigError(f"{setting} must be {forms}, got a {type(data).__name__}")
     rows = data
     if hasattr(data, "itertuples"):  # pandas
         # a column of whole numbers with a gap was read as floats
@@ -47,18 +45,12 @@ def read_rows(setting: str, data: Any) -> list[Record]:
         rows = data.to_dicts()
     elif hasattr(data, "to_pylist"):  # pyarrow
         rows = data.to_pylist()
-    if isinstance(rows, Mapping):
-        raise refusal
-    try:
-        iterator = iter(rows)
-    except TypeError:
-        raise refusal from None
     # iterating over an object with `__getitem__` alone, such as torch's Dataset, passes its length
     length = len(rows) if hasattr(rows, "__len__") else None
     records = list[Record]()
-    for row in islice(iterator, length):
+    for row in islice(rows, length):
         if not isinstance(row, Mapping):
-            raise refusal
+            raise ConfigError(f"{setting} must be files, or rows that are dicts, got {row!r:.60}")
         records.append(dict(row))
     return records
 
