@@ -102,17 +102,11 @@ def load_name(flag: str, setting: str) -> Any:
     return getattr(module, name)
 
 
-def innermost(function: Any) -> Any:
-    """The function inside partials."""
+def name_of(function: Any) -> str:
+    """The name of a function, also inside partials, or of the class of a callable object."""
     while isinstance(function, partial):
         function = function.func
-    return function
-
-
-def name_of(function: Any) -> str:
-    """The name of a function, or of the class of a callable object."""
-    inner = innermost(function)
-    return getattr(inner, "__name__", type(inner).__name__)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def place_of(error: BaseException) -> str:
