@@ -16,7 +16,7 @@ from minigrpo.given import Given
 from minigrpo.task import Task
 from minigrpo.tasks.loading import load_task
 from minigrpo.tasks.prompts import Prompts, tagged_answer
-from minigrpo.tasks.rows import parse_any, parse_episode, parse_pair, plain, question_key, read_rows
+from minigrpo.tasks.rows import canonical, parse_any, parse_episode, parse_pair, plain, read_rows
 from minigrpo.tasks.splits import Rows, is_held_out
 from minigrpo.types import Example
 
@@ -82,7 +82,7 @@ def test_a_question_counts_once_whatever_else_its_lines_say(tmp_path: Path) -> N
     rows = rows_in(write(tmp_path / "a.jsonl", COPIES))
     num_trained = 300 - 3 * rows.num_held_out
     trained, evaluated = splits(rows, num_trained)
-    keys = [{question_key(x.prompt) for x in examples} for examples in (trained, evaluated)]
+    keys = [{canonical(x.prompt) for x in examples} for examples in (trained, evaluated)]
     assert not keys[0] & keys[1]
     assert len(keys[0] | keys[1]) == 100
     assert len(evaluated) == len(keys[1])
@@ -128,7 +128,7 @@ def test_what_is_no_part_of_the_prompt_belongs_to_no_question() -> None:
         copied = {**row, "prompt": copy.deepcopy(row["prompt"]), "level": 3}
         for message in copied["prompt"]:
             message["content"] = message["content"].replace(" ", "\n ")
-        assert question_of(copied) == question_of(row)
+        assert canonical(question_of(copied)) == question_of(row)
 
 
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:

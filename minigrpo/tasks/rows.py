@@ -96,14 +96,6 @@ def canonical(value: Any) -> Any:
     return value
 
 
-def question_key(text: str) -> str:
-    """The canonical form of a question. Raises ValueError if it is empty."""
-    key: str = canonical(text)
-    if not key:
-        raise ValueError("the question is empty")
-    return key
-
-
 def whole_question(
     text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
 ) -> str:
@@ -111,11 +103,10 @@ def whole_question(
 
     The text is the prompt itself if it is plain, or the only message of a user.
     """
-    key = question_key(text)
-    plain_prompt = [{"role": "user", "content": key}]
+    plain_prompt = canonical([{"role": "user", "content": text}])
     asked = canonical(messages) or plain_prompt
     if asked == plain_prompt and not (tools or variables):
-        return key
+        return text
     return json.dumps([asked, canonical([tools, variables])], sort_keys=True, default=digest)
 
 

@@ -18,7 +18,7 @@ from ..errors import refusing
 from ..rng import stream
 from ..task import Task
 from ..types import ConfigError, Example
-from .rows import Parse, Record, Row, parse_pair, plain, question_key
+from .rows import Parse, Record, Row, canonical, parse_pair, plain
 
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 
@@ -46,11 +46,7 @@ class Rows(Task):
         trained = [row for row in rows if row.question not in evaluated]
         self._train = [row.example for row in trained]
         self._held_out = list(evaluated.values())
-        self._known = [
-            row.example
-            for row in (*rows, *eval_rows)
-            if evaluated.get(row.question, row.example) is row.example
-        ]
+        self._known = [*self._train, *self._held_out]
 
         # 2. The counts, and what is left out.
         self.num_train = len(trained)
@@ -71,7 +67,9 @@ class Rows(Task):
                 if isinstance(record, bytes):
                     record = json.loads(record)
                 row = self.parse(plain(record))
-                question = question_key(row.question)
+                question = canonical(row.question)
+                if not question:
+                    raise ValueError("the question is empty")
                 example = replace(row.example, place=place)
                 rows.append(row._replace(question=question, example=example))
         return rows
@@ -93,7 +91,7 @@ class Rows(Task):
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
     def known(self, number: int) -> Example:
-        """Example `number` of those that are trained on or evaluated, in the order of the files."""
+        """Example `number` of those that are trained on, then of those that are evaluated."""
         return self._known[number]
 
 
