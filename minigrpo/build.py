@@ -148,7 +148,7 @@ class FrozenModels:
             own = source.load_tokenizer()
             if has_own_tokenizer:
                 tokenizer = own
-            elif own.vocabulary != tokenizer.vocabulary:
+            elif own.engine.get_vocab() != tokenizer.engine.get_vocab():
                 raise ConfigError(f"{label}: its tokenizer is not that of --model")
             model = source.load(config.model.base_dtype, config.run.seed, self.console.say)
             fit_vocab(model, source.name, tokenizer)

@@ -239,8 +239,8 @@ def test_a_template_of_the_users_counts_before_those_of_the_folder(tmp_path: Pat
 
     tiny.tiny_tokenizer_folder(tmp_path, template=None)
     assert rendered() is None
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    tiny.tiny_tokenizer_folder(tmp_path, chat_template=named, eos_token={"content": "<|im_end|>"})
+    named = {"content": "<|im_end|>"}
+    tiny.tiny_tokenizer_folder(tmp_path, chat_template="plain", eos_token=named)
     assert rendered() == "plain"
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ bos_token }}")
     assert rendered() == "<|im_end|><|endoftext|>"

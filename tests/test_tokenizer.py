@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.text.encoding import check_prompt, decode, encode_pairs, encode_prompt, token_texts
+from minigrpo.text.encoding import decode, encode_pairs, encode_prompt, prompt_within, token_texts
 from minigrpo.text.tokenizer import FILES, Tokenizer, load_tokenizer
 from minigrpo.types import Example
 
@@ -193,7 +193,6 @@ def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> Non
 
 
 def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path: Path) -> None:
-    """A teacher needs the same ids alone: the vocabulary."""
     first = load(tmp_path)
     tokenizer = read_json(tmp_path / "tokenizer.json")
     merges = [*tokenizer["model"]["merges"]]
@@ -204,9 +203,7 @@ def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path:
         load(tmp_path, eos_token=START),
         load(tmp_path, template=tiny.QWEN_TEMPLATE + " "),
     ]
-    assert {other.vocabulary for other in others} == {first.vocabulary}
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
-    assert load(tmp_path, "gpt2").vocabulary != first.vocabulary
 
 
 def test_a_copy_of_the_files_has_the_fingerprint(tmp_path: Path) -> None:
@@ -261,10 +258,10 @@ def test_what_does_not_fit_the_model_is_refused(example: Example, context: int) 
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_prompt_passes_the_check_if_its_tokens_have_room(family: str, tmp_path: Path) -> None:
+def test_a_prompt_is_encoded_if_its_tokens_have_room(family: str, tmp_path: Path) -> None:
     tokenizer = load(tmp_path, family)
     for text in filter(None, TEXTS):
         example = Example(text)
         number = len(encode_prompt(tokenizer, example))
-        check_prompt(tokenizer, example, number)
-        refused(check_prompt, tokenizer, example, number - 1)
+        assert len(prompt_within(tokenizer, example, number)) == number
+        refused(prompt_within, tokenizer, example, number - 1)

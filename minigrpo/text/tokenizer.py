@@ -64,17 +64,11 @@ class Tokenizer:
         return self.engine.get_vocab_size()
 
     @property
-    def vocabulary(self) -> str:
-        """A digest of the tokens and their ids. Models whose log-probs are compared share it."""
-        return digest(self.engine.get_vocab())
-
-    @property
     def fingerprint(self) -> str:
         """A digest of all that decides the tokens of a prompt, and the end of a completion."""
-        engine = json.loads(self.engine.to_str())
-        del engine["version"]  # the version of the format
+        ends = (self.eot, self.turn_end, sorted(self.stops))
         chat = self.chat and (self.chat.source, self.chat.tokens)
-        return digest([engine, self.prefix, self.eot, self.turn_end, sorted(self.stops), chat])
+        return digest([self.engine.to_str(), self.prefix, ends, chat])
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The tokens of a text, in which `special` tokens are read or stay text.
@@ -203,10 +197,7 @@ def _chat_template(chat_template: str, settings: Mapping[str, Any], folder: Path
     file = Path(chat_template or folder / CHAT_TEMPLATE)
     if chat_template or file.is_file():
         return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+    return settings.get("chat_template")
 
 
 def _special_tokens(
