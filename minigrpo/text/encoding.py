@@ -60,23 +60,16 @@ def template_args(example: Example) -> Mapping[str, Any]:
     return example.fields.get("chat_template_kwargs") or {}
 
 
-def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
-    """The text of a plain prompt, or the text that the chat template writes."""
+def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The tokens of a plain prompt, or of the text that the chat template writes."""
     messages = messages_of(tokenizer, example)
     if not messages:
-        return example.prompt
+        return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
     if tokenizer.chat is None:
         missing = f"--tokenizer {tokenizer.name} has no chat template"
         raise ConfigError(f"the prompt has messages, but {missing}: give --chat-template")
-    return tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
-
-
-def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of a prompt."""
-    text = prompt_text(tokenizer, example)
-    if messages_of(tokenizer, example):
-        return tokenizer.encode(text, special=True)
-    return [*tokenizer.prefix, *tokenizer.encode(text)]
+    text = tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
+    return tokenizer.encode(text, special=True)
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
@@ -150,12 +143,6 @@ class StopFinder:
         return np.array([not last_characters.isdisjoint(text) for text in shown])
 
     def completes(self, ids: Sequence[int]) -> bool:
-        """Whether the last of a turn's tokens completes one of the texts."""
-        recent = ids[-self.most_tokens :]
-        shown = self.tokenizer.text_within(recent)
-        before = self.tokenizer.text_within(recent[:-1]).rstrip(PARTIAL)
-        for text in self.texts:
-            earliest = len(before) - len(text) + 1  # an earlier match would end before the token
-            if text in shown[max(0, earliest) :]:
-                return True
-        return False
+        """Whether a turn's last token completes a text; an earlier one would have ended it."""
+        recent = self.tokenizer.text_within(ids[-self.most_tokens :])
+        return any(text in recent for text in self.texts)
