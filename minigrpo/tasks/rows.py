@@ -17,7 +17,7 @@ from ..identity import digest
 from ..text.chat import INSTRUCTIONS
 from ..types import ConfigError, Example
 
-QUESTIONS = ("prompt", "question", "problem")  # keys of a question; the first one in a row counts
+QUESTIONS = ("prompt", "question", "problem")  # keys of a question; the first with a text counts
 ANSWERS = ("answer", "completion", "solution")  # keys of an answer, likewise
 
 Record = Mapping[str, Any]  # a row as it was given
@@ -111,11 +111,13 @@ def whole_question(
 
 
 def text_field(record: Record, keys: Iterable[str], default: str | None = None) -> str:
-    """The text or number under the first of the keys that a row has."""
-    value = next((record[key] for key in keys if key in record), default)
-    if not isinstance(value, str | Number):
-        raise ValueError(f"needs a text or a number under {' or '.join(keys)}, got {value!r:.60}")
-    return str(value)
+    """The text or number under the first of the keys that has one."""
+    for key in keys:
+        if isinstance(record.get(key), str | Number):
+            return str(record[key])
+    if default is None:
+        raise ValueError(f"needs a text or a number under {' or '.join(keys)}")
+    return default
 
 
 def parse_pair(record: Record, needs_answer: bool = True) -> Row:
@@ -133,11 +135,8 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     if ends_in_answer(messages) and chats[-1] is not record.get("prompt"):
         default = messages.pop()["content"]
 
-    # 2. The answer, if the row has one as a text.
-    keys = [key for key in ANSWERS if not is_chat(record.get(key))]
-    if not needs_answer:  # values of other types are for reward functions
-        keys = [key for key in keys if isinstance(record.get(key), str | Number)]
-    answer = text_field(record, keys, default)
+    # 2. The answer, if the row has one as a text; other values are for reward functions.
+    answer = text_field(record, ANSWERS, default)
 
     # 3. The question. The beginning of the answer does not belong to it.
     text = question_of(messages) or text_field(record, QUESTIONS)
