@@ -185,16 +185,10 @@ def as_templates_write(message: Record) -> dict[str, Any]:
 
 
 def question_of(messages: Sequence[Mapping[str, str]]) -> str:
-    """The text that stands for messages in logs: a user's message, or the turns of a dialogue.
+    """The text that stands for messages in logs: the last one that the assistant answers, or "".
 
     Different prompts may have the same one; `whole_question` tells them apart.
     """
-    asked = [message for message in messages if message["role"] not in INSTRUCTIONS]
-    if ends_in_answer(asked):
-        asked.pop()
-    if len(asked) == 1 and asked[0]["role"] == "user":
-        return asked[0]["content"]
-    return "\n".join(
-        f"{message['role']}: {message['content'] or message.get('tool_calls', '')}"
-        for message in asked
-    )
+    others = (*INSTRUCTIONS, "assistant")
+    asked = [message["content"] for message in messages if message["role"] not in others]
+    return asked[-1] if asked else ""
