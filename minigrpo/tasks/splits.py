@@ -48,14 +48,11 @@ class Rows(Task):
         self._held_out = list(evaluated.values())
         self._known = [*self._train, *self._held_out]
 
-        # 2. The counts, and what is left out.
+        # 2. The counts. A row that asks an evaluated question again is left out.
         self.num_train = len(trained)
         self.num_held_out = len(evaluated)
         self.num_known = len(self._known)
         self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
-        num_copies = len(rows) + len(eval_rows) - self.num_known
-        if num_copies:
-            self.about += f"; {num_copies} more rows ask one of these, and are left out"
         if not evaluated or (data and not trained):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
 
