@@ -126,7 +126,8 @@ def test_a_class_is_called_with_the_arguments_that_it_names() -> None:
         (Capitals(0), {"args": {"student": "x"}}),
     ]
     for task, changes in wrong:
-        refused(load_task, task, seed=0, **changes)
+        with pytest.raises((TypeError, ValueError)):
+            load_task(task, seed=0, **changes)
 
 
 @pytest.mark.parametrize("make", [lambda: Capitals, lambda: Capitals(3)], ids=["class", "object"])

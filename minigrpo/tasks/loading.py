@@ -9,7 +9,7 @@ from typing import Any
 from ..settings import TASKS
 from ..task import Task
 from ..types import ConfigError
-from ..userfiles import load_file, place_of
+from ..userfiles import load_file
 from .base import WrappedTask
 
 Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows themselves
@@ -25,7 +25,7 @@ def load_task(
     environment: Any = None,
     args: Mapping[str, Any] = {},
 ) -> Task:
-    """Make the task of --task, --data, --eval-data and --task-args. Raises ConfigError.
+    """Make the task of --task, --data, --eval-data and --task-args.
 
     `task` is a key of TASKS, a Python file with one task, a class, or an object. A class gets
     `seed`, `chat` (see `Task`) and `environment` (an EnvironmentSet or None) if it names them.
@@ -41,10 +41,7 @@ def load_task(
     offered = {"seed": seed, "chat": chat, "environment": environment}
     named = inspect.signature(task_class).parameters
     taken = {name: value for name, value in offered.items() if name in named}
-    try:
-        made = task_class(**taken, **given)
-    except (TypeError, ValueError) as error:  # such as an argument that it does not take
-        raise ConfigError(f"--task {task}: {place_of(error)}{error}") from error
+    made = task_class(**taken, **given)
     return made if task in TASKS else WrappedTask(made)
 
 
