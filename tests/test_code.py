@@ -75,7 +75,8 @@ def test_a_line_that_is_no_problem_is_refused(tmp_path: Path, changed: dict[str,
 
 
 def test_a_timeout_is_a_number(tmp_path: Path) -> None:
-    refused(read, tmp_path, [problem(11), problem(700)], timeout="soon")
+    with pytest.raises(ValueError):
+        read(tmp_path, [problem(11), problem(700)], timeout="soon")
 
 
 def test_code_is_the_first_block_or_the_whole_text() -> None:
