@@ -15,7 +15,7 @@ from guess import GUESSES, NUMBERS
 
 from minigrpo.evaluate import grade, held_out_examples
 from minigrpo.run.console import Console
-from minigrpo.tools.models import ModelArguments, OpenedModel, config_of
+from minigrpo.tools.models import ModelArguments, config_of, open_with_task
 
 
 def narrowed(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
@@ -56,9 +56,9 @@ def sampled(model: str) -> np.ndarray:
     task = str(Path(__file__).with_name("guess.py"))
     given = {"task": task, "tokenizer": "dialogue", "max_new_tokens": 20}
     config = config_of(ModelArguments(run=model), given)
-    opened = OpenedModel.of(config, Console())
-    examples = held_out_examples(opened.job.task, 16 * len(NUMBERS))
-    games = grade(opened.sampler, opened.scorer, examples, 1).texts
+    sampler, scorer = open_with_task(config, Console())
+    examples = held_out_examples(scorer.task, 16 * len(NUMBERS))
+    games = grade(sampler, scorer, examples, 1).texts
     rows = []
     for example, (game,) in zip(examples, games, strict=True):
         texts = [message["content"] for message in game.messages]

@@ -25,7 +25,7 @@ from minigrpo.tasks.countdown import (
     result,
     solves,
 )
-from minigrpo.tools.models import OpenedModel
+from minigrpo.tools.models import open_with_task
 from minigrpo.turns.tools import calls_of
 from minigrpo.types import Completion
 from minigrpo.userfiles import load_file
@@ -206,8 +206,8 @@ def said(text: Completion, role: str) -> list[str]:
 
 
 def test_the_model_that_ships_calls_the_calculator() -> None:
-    opened = OpenedModel.of(Config.from_toml("countdown-tool"), Console())
-    done = grade(opened.sampler, opened.scorer, held_out_examples(opened.job.task, 8), 4)
+    sampler, scorer = open_with_task(Config.from_toml("countdown-tool"), Console())
+    done = grade(sampler, scorer, held_out_examples(scorer.task, 8), 4)
     answered = 0
     for text in itertools.chain(*done.texts):
         calls = [call for turn in said(text, "assistant") for call in calls_of(turn)]

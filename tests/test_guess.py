@@ -12,7 +12,7 @@ from minigrpo.run.console import Console
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.text.tokenizer import load_tokenizer
-from minigrpo.tools.models import OpenedModel
+from minigrpo.tools.models import open_with_task
 
 
 def play(secret: str, *guesses: str) -> list[tuple[str, float, bool]]:
@@ -60,8 +60,8 @@ def test_every_secret_comes_equally_often_in_an_order_of_the_seed(start: int) ->
 
 
 def test_the_model_that_ships_plays_by_guessing_at_random() -> None:
-    opened = OpenedModel.of(Config.from_toml("guess"), Console())
-    games = grade(opened.sampler, opened.scorer, held_out_examples(opened.job.task, 62), 4)
+    sampler, scorer = open_with_task(Config.from_toml("guess"), Console())
+    games = grade(sampler, scorer, held_out_examples(scorer.task, 62), 4)
     assert 0.1 < games.right.values.mean() < 0.3  # 1 - (30 / 31)^6 = 0.18
     for example, texts in zip(games.examples, games.texts, strict=True):
         for text in texts:

@@ -16,7 +16,7 @@ from minigrpo.tasks.loading import load_task
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.tools.cli import main
-from minigrpo.tools.models import OpenedModel
+from minigrpo.tools.models import open_with_task
 from minigrpo.types import Example
 
 from .tiny import ask, refused
@@ -46,7 +46,7 @@ def test_smollm2_has_the_logits_of_transformers_and_back(smollm2: Path, tmp_path
 
     theirs = AutoModelForCausalLM.from_pretrained(smollm2)
     their_tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    opened = OpenedModel.of(resolve(Config.of(model=str(smollm2))), Console())
+    sampler, _ = open_with_task(resolve(Config.of(model=str(smollm2))), Console())
     main(["export", str(smollm2), "--out", str(tmp_path / "exported")])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for question in ASKED[::6]:
@@ -54,11 +54,11 @@ def test_smollm2_has_the_logits_of_transformers_and_back(smollm2: Path, tmp_path
         ids = their_tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
-        assert encode_prompt(opened.job.tokenizer, Example("", messages=messages)) == ids
+        assert encode_prompt(sampler.tokenizer, Example("", messages=messages)) == ids
         rows = torch.tensor([ids])
         with torch.no_grad():
             expected = theirs(rows).logits
-            for found in (opened.sampler.model.logits(rows), exported(rows).logits):
+            for found in (sampler.model.logits(rows), exported(rows).logits):
                 assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

@@ -18,7 +18,7 @@ from minigrpo.model.source import RECORD, ModelSource
 from minigrpo.run.console import Console
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.tools import cli
-from minigrpo.tools.models import ModelArguments, OpenedModel, config_of, parse
+from minigrpo.tools.models import ModelArguments, config_of, open_with_task, parse
 from minigrpo.types import ConfigError
 
 from . import tiny
@@ -141,7 +141,7 @@ def test_evaluate_has_the_numbers_of_training(finished_run: Path, tmp_path: Path
 def test_the_initial_model_of_a_run_is_the_one_that_it_began_with(finished_run: Path) -> None:
     began_with = read_toml(finished_run / RECORD)["model"]
     config = config_of(ModelArguments(run=str(finished_run)), {})
-    scorer = OpenedModel.of(config, Console(quiet=True)).scorer
+    _, scorer = open_with_task(config, Console(quiet=True))
     assert scorer.token_model
     initial = scorer.token_model("initial").model.wte.weight
     assert torch.equal(initial, loaded(Path(began_with)).wte.weight)

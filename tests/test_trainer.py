@@ -16,7 +16,7 @@ from minigrpo.model.transformer import ModelShape
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl
 from minigrpo.tools.cli import main
-from minigrpo.tools.models import ModelArguments, OpenedModel, config_of
+from minigrpo.tools.models import ModelArguments, config_of, open_with_task
 from minigrpo.types import ConfigError
 
 from .steps import attending, bits
@@ -189,10 +189,10 @@ def test_adapters_beside_nf4_are_resumed_and_exported(tmp_path: Path, use_amp: b
 
     # `evaluate` and `sample` hold what was trained, in as little memory, and find its last figures
     arguments = ModelArguments(run=str(tmp_path / "run"))
-    opened = OpenedModel.of(config_of(arguments, {}), Console(quiet=True))
-    pairs = zip(opened.sampler.model.parameters(), again.model.parameters(), strict=True)
+    sampler, scorer = open_with_task(config_of(arguments, {}), Console(quiet=True))
+    pairs = zip(sampler.model.parameters(), again.model.parameters(), strict=True)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-    measures = measure(opened.sampler, opened.scorer).measures
+    measures = measure(sampler, scorer).measures
     assert again.evaluations[-1] == {"step": 4, **{name: x.value for name, x in measures.items()}}
 
 

@@ -1,7 +1,6 @@
 """The commands on a model: `minigrpo evaluate`, `sample` and `export`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -64,24 +63,15 @@ def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
     return source.start(config, tokenizer, say, {}, trained).to(device)
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model on the task of its run, or of flags: it is sampled from and scored."""
-
-    job: Job
-    sampler: Sampler
-    scorer: RewardScorer
-
-    @classmethod
-    def of(cls, config: Config, console: Console) -> "OpenedModel":
-        """The model and the task of a config from `resolve`. Raises ConfigError."""
-        job = Job.of(config, Given())
-        model = open_model(config, job.tokenizer, console.say)
-        source = ModelSource.of(config.model.name, config.task.name)
-        run = source.record.settings if source.record else config
-        frozen_models = FrozenModels(job, model, console, {}, run.model.name)
-        sampler = make_sampler(job, model, console.warn)
-        return cls(job, sampler, make_scorer(job, frozen_models, console.warn))
+def open_with_task(config: Config, console: Console) -> tuple[Sampler, RewardScorer]:
+    """The model of a config from `resolve`, to sample from, and the scorer of its task."""
+    job = Job.of(config, Given())
+    model = open_model(config, job.tokenizer, console.say)
+    source = ModelSource.of(config.model.name, config.task.name)
+    run = source.record.settings if source.record else config
+    frozen_models = FrozenModels(job, model, console, {}, run.model.name)
+    sampler = make_sampler(job, model, console.warn)
+    return sampler, make_scorer(job, frozen_models, console.warn)
 
 
 class EvaluateArguments(ModelArguments):
@@ -103,8 +93,8 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = parse(EvaluateArguments, argv, prog)
     config = config_of(arguments, given | {"eval_size": arguments.n})
     console = Console()
-    opened = OpenedModel.of(config, console)
-    measures = measure(opened.sampler, opened.scorer).measures
+    sampler, scorer = open_with_task(config, console)
+    measures = measure(sampler, scorer).measures
     run = config.run
     console.say(f"{arguments.run}: {measures['n'].value:.0f} held-out examples, seed {run.seed}")
     title = f"held out, with 95 % intervals; NAME{SAMPLED}: at temperature 1, else greedy"
@@ -146,10 +136,9 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
     console = Console()
     if not arguments.prompt:
-        opened = OpenedModel.of(config, console)
-        examples = held_out_examples(opened.job.task, arguments.examples)
-        graded = grade(opened.sampler, opened.scorer, examples, arguments.n, config.sampling)
-        show(console, graded)
+        sampler, scorer = open_with_task(config, console)
+        examples = held_out_examples(scorer.task, arguments.examples)
+        show(console, grade(sampler, scorer, examples, arguments.n, config.sampling))
         return
     # the run's task is of no interest, and its files may be gone
     tokenizer = make_tokenizer(config)
