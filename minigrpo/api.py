@@ -111,4 +111,4 @@ class TrainedRun:
         """n completions with the run's settings. A text is a user's message if its prompts are."""
         sampler = self.trainer.sampler
         raw = not messages_of(sampler.tokenizer, self.trainer.job.task.held_out(0))
-        return complete_prompt(sampler, prompt, n, raw=raw)[0]
+        return complete_prompt(sampler, prompt, n, raw=raw)

@@ -51,8 +51,8 @@ def complete_examples(
 
 def complete_prompt(
     sampler: Sampler, prompt: str | Sequence[Message], n: int, raw: bool
-) -> tuple[Sequence[Completion], list[bool]]:
-    """n completions of a prompt, or for 0 the greedy one, and which of them ended by themselves.
+) -> Sequence[Completion]:
+    """n completions of a prompt, or for 0 the greedy one.
 
     A text becomes a user's message if the model has a chat template, unless it is `raw`.
     """
@@ -62,10 +62,7 @@ def complete_prompt(
         example = Example(prompt, messages=({"role": "user", "content": prompt},))
     else:
         example = Example(prompt)
-    sampled = complete_examples(sampler, [example], n, sampler.config.sampling)
-    ended = sampled.completions.ended
-    assert ended is not None
-    return sampled.texts[0], ended[0].tolist()
+    return complete_examples(sampler, [example], n, sampler.config.sampling).texts[0]
 
 
 def grade(

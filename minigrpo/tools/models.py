@@ -144,11 +144,10 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     tokenizer = make_tokenizer(config)
     model = open_model(config, tokenizer, console.say)
     sampler = Sampler(config, model, tokenizer, warn=console.warn)
-    texts, whole = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
-    for number, (text, is_whole) in enumerate(zip(texts, whole, strict=True), 1):
+    texts = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    for number, text in enumerate(texts, 1):
         label = f"[{number}] " if len(texts) > 1 else ""
-        ending = "" if is_whole else " ... (cut off: --max-new-tokens)"
-        console.say(f"{label}{printable(text)}{ending}")
+        console.say(label + printable(text))
 
 
 def show(console: Console, graded: Graded) -> None:
