@@ -16,7 +16,7 @@ from minigrpo.model.shape import Size
 from minigrpo.model.source import ModelSource
 from minigrpo.settings import TASKS, read_pairs
 from minigrpo.tools.cli import run_command
-from minigrpo.tools.models import ModelArguments, parse
+from minigrpo.tools.models import ModelArguments
 from minigrpo.types import ConfigError
 
 from . import tiny
@@ -169,6 +169,6 @@ def test_a_tilde_is_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for config in (Config.of(**paths), Config.from_cli(tiny.flags(paths))):
         assert config.flat().items() >= expected.items()
     assert Config.from_toml("~/run.toml") == Config.of(**paths)
-    arguments, _ = parse(ModelArguments, ["~/model", "--data", "~/x"], "prog")
+    arguments, _ = ModelArguments.parse(["~/model", "--data", "~/x"], "prog")
     assert arguments.run == str(tmp_path / "model")
     assert arguments.data == str(tmp_path / "x")

@@ -18,7 +18,7 @@ from minigrpo.model.source import RECORD, ModelSource
 from minigrpo.run.console import Console
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.tools import cli
-from minigrpo.tools.models import ModelArguments, config_of, open_with_task, parse
+from minigrpo.tools.models import ModelArguments, config_of, open_with_task
 from minigrpo.types import ConfigError
 
 from . import tiny
@@ -104,7 +104,7 @@ def test_misuse_exits_with_code_2(argv: list[str]) -> None:
 
 
 def settings_of(*argv: object) -> Config:
-    return config_of(*parse(ModelArguments, [str(word) for word in argv], "prog"))
+    return config_of(*ModelArguments.parse([str(word) for word in argv], "prog"))
 
 
 def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run: Path) -> None:

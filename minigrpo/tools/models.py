@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self
 
 import tyro
 from pydantic import NonNegativeInt, PositiveInt
@@ -33,14 +33,11 @@ class ModelArguments(Group):
     data: Paths = ""
     """Files of questions, all of which are held out."""
 
-
-A = TypeVar("A", bound=ModelArguments)
-
-
-def parse(arguments_class: type[A], argv: Sequence[str], prog: str) -> tuple[A, dict[str, Any]]:
-    """The command's own flags, and the settings that the other flags give."""
-    arguments, flags = tyro.cli(arguments_class, args=argv, prog=prog, return_unknown_args=True)
-    return arguments, read_flags(flags, prog)
+    @classmethod
+    def parse(cls, argv: Sequence[str], prog: str) -> tuple[Self, dict[str, Any]]:
+        """The command's own flags, and the settings that the other flags give."""
+        arguments, flags = tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True)
+        return arguments, read_flags(flags, prog)
 
 
 def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
@@ -90,7 +87,7 @@ class EvaluateArguments(ModelArguments):
 
 
 def evaluate_command(argv: Sequence[str], prog: str) -> None:
-    arguments, given = parse(EvaluateArguments, argv, prog)
+    arguments, given = EvaluateArguments.parse(argv, prog)
     config = config_of(arguments, given | {"eval_size": arguments.n})
     console = Console()
     sampler, scorer = open_with_task(config, console)
@@ -132,7 +129,7 @@ class SampleArguments(ModelArguments):
 
 
 def sample_command(argv: Sequence[str], prog: str) -> None:
-    arguments, given = parse(SampleArguments, argv, prog)
+    arguments, given = SampleArguments.parse(argv, prog)
     config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
     console = Console()
     if not arguments.prompt:
@@ -179,7 +176,7 @@ class ExportArguments(ModelArguments):
 
 
 def export_command(argv: Sequence[str], prog: str) -> None:
-    arguments, given = parse(ExportArguments, argv, prog)
+    arguments, given = ExportArguments.parse(argv, prog)
     console = Console()
     out = arguments.out
     config = config_of(arguments, given)
@@ -190,6 +187,4 @@ def export_command(argv: Sequence[str], prog: str) -> None:
     out.mkdir(parents=True)  # an error if it is there
     model.export(out)
     tokenizer.save(out)
-    args = config.model.chat_args
-    note = f"; give its chat template what it was trained with: {args}" if args else ""
-    console.say(f"{arguments.run} -> {out}{note}")
+    console.say(f"{arguments.run} -> {out}")
