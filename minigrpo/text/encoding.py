@@ -60,16 +60,23 @@ def template_args(example: Example) -> Mapping[str, Any]:
     return example.fields.get("chat_template_kwargs") or {}
 
 
-def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of a plain prompt, or of the text that the chat template writes."""
+def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
+    """The text of a plain prompt, or the text that the chat template writes."""
     messages = messages_of(tokenizer, example)
     if not messages:
-        return [*tokenizer.prefix, *tokenizer.encode(example.prompt)]
+        return example.prompt
     if tokenizer.chat is None:
         missing = f"--tokenizer {tokenizer.name} has no chat template"
         raise ConfigError(f"the prompt has messages, but {missing}: give --chat-template")
-    text = tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
-    return tokenizer.encode(text, special=True)
+    return tokenizer.chat.prompt(messages, example.tools or (), template_args(example))
+
+
+def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
+    """The tokens of a prompt."""
+    text = prompt_text(tokenizer, example)
+    if messages_of(tokenizer, example):
+        return tokenizer.encode(text, special=True)
+    return [*tokenizer.prefix, *tokenizer.encode(text)]
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
