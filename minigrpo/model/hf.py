@@ -1,5 +1,6 @@
 """The weights of models, in files as Hugging Face lays them out."""
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -160,5 +161,8 @@ def base_of(folder: Path) -> str:
     if not (folder / ADAPTER_CONFIG).exists():
         return ""
     settings = AdapterSettings.read(folder)
-    name = settings.base_model_name_or_path
+    name = os.path.expanduser(settings.base_model_name_or_path)
+    for path in (Path(name), folder / name):  # a relative one may begin in the adapters' folder
+        if path.exists():
+            return str(path)
     return f"{name}@{settings.revision}" if settings.revision else name
