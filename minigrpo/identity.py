@@ -54,12 +54,12 @@ def record_checksum(known: dict[str, str], name: str, weights: Mapping[str, Tens
 def text(value: object) -> str:
     """A value as JSON, or "" for one that contains itself, or has keys that are not texts."""
     try:
-        return json.dumps(value, sort_keys=True, default=plain)
+        return json.dumps(value, sort_keys=True, default=with_type)
     except (TypeError, ValueError, RecursionError):
         return ""
 
 
-def plain(value: object) -> object:
+def with_type(value: object) -> object:
     """The type and the contents of a value that JSON has no form for."""
     name = type(value).__qualname__
     try:
