@@ -46,6 +46,8 @@ _read: dict[str, str] = {}  # file -> its sha256 when it was first read, here or
 def load_file(path: str | Path) -> ModuleType:
     """Run a Python file as a module, and return it. Errors in it are raised as they are."""
     file = Path(path).resolve(strict=True)
+    if file.suffix != SUFFIX:
+        raise ConfigError(f"{path}: is not a Python file, FILE.py")
     for module in [*sys.modules.values()]:  # another file may have imported it
         if getattr(module, "__file__", None) == str(file):
             return module
@@ -90,11 +92,14 @@ def sha256_of(file: str | Path) -> str:
 
 
 def load_name(flag: str, setting: str) -> Any:
-    """The object that FILE.py:NAME names."""
+    """The object that FILE.py:NAME names. Raises ConfigError if there is none."""
     file, _, name = setting.rpartition(":")
     if not file:
         raise ConfigError(f"{flag} {setting}: give FILE.py:NAME")
-    return getattr(load_file(file), name)
+    module = load_file(file)
+    if not hasattr(module, name):
+        raise ConfigError(f"{flag} {setting}: {file} does not define {name or 'an empty name'}")
+    return getattr(module, name)
 
 
 def name_of(function: Any) -> str:

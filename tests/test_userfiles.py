@@ -105,10 +105,10 @@ def test_a_file_is_run_once_whatever_it_is_asked_for(whole: Path) -> None:
 
 
 def test_what_is_no_file_or_name_is_refused(whole: Path) -> None:
-    for missing in ("whole", ":loss"):
+    for missing in (f"{whole}:nothing", "whole", ":loss"):
         refused(load_name, "--loss", missing)
-    with pytest.raises(AttributeError):
-        load_name("--loss", f"{whole}:nothing")
+    (whole.parent / "text.txt").touch()
+    refused(load_file, whole.parent / "text.txt")
     with pytest.raises(OSError):
         load_file(whole.parent / "nowhere.py")
 
