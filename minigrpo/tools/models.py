@@ -187,4 +187,6 @@ def export_command(argv: Sequence[str], prog: str) -> None:
     out.mkdir(parents=True)  # an error if it is there
     model.export(out)
     tokenizer.save(out)
-    console.say(f"{arguments.run} -> {out}")
+    args = config.model.chat_args
+    note = f"; give its chat template what it was trained with: {args}" if args else ""
+    console.say(f"{arguments.run} -> {out}{note}")
