@@ -9,7 +9,7 @@ from .config import Config
 from .identity import checksum, digest
 from .losses import LossInputs, LossSpec, Term, loss_spec
 from .model.transformer import Transformer
-from .rewards.functions import RewardFunction, load_rewards, named_apart
+from .rewards.functions import RewardFunction, load_rewards
 from .settings import FROM_PYTHON, LOSS_NAMES
 from .task import Task
 from .tasks.rows import read_rows
@@ -37,10 +37,10 @@ class Given:
         for name in {"data", "eval_data"} & given.keys():
             given[name] = read_rows(name, given[name])
         rewards = given.pop("rewards", ())
-        functions = named_apart(
+        functions = [
             reward if isinstance(reward, RewardFunction) else RewardFunction(reward)
             for reward in ([rewards] if callable(rewards) else rewards)
-        )
+        ]
         environment = given.get("environment")
         if not isinstance(environment, EnvironmentSet | None):
             given["environment"] = EnvironmentSet.of(environment)

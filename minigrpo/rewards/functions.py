@@ -1,7 +1,7 @@
 """Reward functions of users: the decorator, its checks, and one call of a function."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -116,26 +116,13 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return RewardFunction(function, **options)
 
 
-def named_apart(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
-    """The functions, each under a name of its own: f, f_2, f_3."""
-    by_name: dict[str, RewardFunction] = {}
-    for function in functions:
-        name = function.name
-        n = 1
-        while name in by_name:
-            n += 1
-            name = f"{function.name}_{n}"
-        by_name[name] = replace(function, name=name)
-    return [*by_name.values()]
-
-
 def load_rewards(path: str) -> list[RewardFunction]:
     """The decorated functions in a Python file, imported ones included. It is run: trust it."""
     values = vars(load_file(path)).values()
     decorated = {id(value): value for value in values if isinstance(value, RewardFunction)}
     if not decorated:
         raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
-    return named_apart(decorated.values())
+    return [*decorated.values()]
 
 
 def in_worker_processes(functions: Sequence[RewardFunction], warn: Warn) -> list[RewardFunction]:

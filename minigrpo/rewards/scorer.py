@@ -77,7 +77,8 @@ class RewardScorer:
         self.begin_step(math.inf)
         task = self.task
         own_weights = {function.name: function.weight for function in self.functions}
-        self.names = [*task.reward_weights, *self.environments, *own_weights]
+        named = [function.name for function in self.functions]
+        self.names = [*task.reward_weights, *self.environments, *named]
         self.weights = self.weights or {**task.reward_weights, **self.environments, **own_weights}
         self.text_rewards = [name for name in task.reward_weights if name not in task.token_rewards]
         successes = [function.name for function in self.functions if function.success]
