@@ -15,10 +15,10 @@ gets the keys of a data row that its signature names, and `seed`.
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -171,7 +171,7 @@ class EnvironmentSet:
 
 
 def as_text(observation: Any) -> str:
-    """The text of a result of `reset` or `step`. Raises TypeError if it has none.
+    """The text of a result of `reset` or `step`. Raises ConfigError if it has none.
 
     Of Gymnasium's (observation, info) the model reads the former, of a message's parts their texts,
     and of numbers and arrays the text that Python writes.
@@ -181,24 +181,17 @@ def as_text(observation: Any) -> str:
         if isinstance(info, Mapping | None):
             return as_text(first)
     pieces = observation if isinstance(observation, list) else [observation]
-    if all(isinstance(piece, Mapping) and piece.get("type") == "text" for piece in pieces):
-        return "".join(piece["text"] for piece in pieces)
-    if not is_plain(observation):
-        raise TypeError(f"{observation!r:.80}: give a text, parts of text, numbers or an array")
+    contents = [piece for piece in pieces if isinstance(piece, Mapping)]
+    if contents == pieces and all(content.get("type") == "text" for content in contents):
+        return "".join(content["text"] for content in contents)
+    with refusing(f"{observation!r:.80}: give a text, parts of text, numbers or an array"):
+        if any(content.keys() & {"role", "type"} for content in contents):
+            raise TypeError("is a message")
+        # an error for an object, of which Python may write no more than its address
+        json.dumps(observation, skipkeys=True, default=lambda part: part.tolist())
     if isinstance(observation, np.ndarray):  # `str` leaves out the middle of a large array
         return np.array2string(observation, threshold=observation.size + 1)
     return "" if observation is None else str(observation)
-
-
-def is_plain(observation: Any) -> bool:
-    """Whether the text of an observation shows all of it. A message is not an observation."""
-    if isinstance(observation, Mapping):
-        is_message = observation.keys() & {"role", "type"}
-        return not is_message and all(map(is_plain, observation.values()))
-    if isinstance(observation, list | tuple):
-        return all(map(is_plain, observation))
-    is_number_or_text = isinstance(observation, str | Number)
-    return observation is None or is_number_or_text or hasattr(observation, "tolist")
 
 
 def arguments_of(environment: Any, example: Example) -> Mapping[str, Any]:
