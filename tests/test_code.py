@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from examples.mbpp import code_of
 from minigrpo.rewards.scorer import RewardScorer
-from minigrpo.tasks.code import HIDDEN, SHOWN, Code, code_of
+from minigrpo.tasks.base import WrappedTask
+from minigrpo.tasks.code import HIDDEN, SHOWN, Code
 from minigrpo.tasks.loading import load_task
 from minigrpo.types import Example
 
 from .steps import group
-from .tiny import refused, write_jsonl
+from .tiny import ROOT, refused, write_jsonl
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code runs on Linux only")
 
@@ -29,10 +31,10 @@ def problem(number: int, **others: Any) -> dict[str, Any]:
     }
 
 
-def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> Code:
+def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> WrappedTask:
     path = write_jsonl(tmp_path / "mbpp.jsonl", rows)
-    task = load_task("code", seed=0, data=str(path), args=args)
-    assert isinstance(task, Code)
+    task = load_task(str(ROOT / "examples" / "mbpp.py"), seed=0, data=str(path), args=args)
+    assert isinstance(task, WrappedTask)
     return task
 
 
@@ -50,7 +52,7 @@ def test_published_lines_become_prompts_with_their_tests(tmp_path: Path) -> None
             "assert add(-1) == 699\n"
         )
         assert example.answer == "def add(x):\n  return x + 700"
-        assert example.fields == line and task.timeout_s == 2.5
+        assert example.fields == line and task.source.timeout_s == 2.5
 
 
 def test_the_published_split_holds(tmp_path: Path) -> None:
@@ -107,14 +109,15 @@ def test_the_parts_are_all_tests_passed_and_the_share_of_them(tmp_path: Path) ->
     assert table.total.tolist() == [[1.5, 0.25, 0], [1.5, 0, 0]]
 
 
-def test_a_setup_and_imports_run_before_the_tests() -> None:
+def test_a_setup_and_imports_run_before_the_tests(tmp_path: Path) -> None:
     fields = {
         "test_list": ["assert math.isclose(half(root), 0.5)", "assert floor(half(root)) == 0"],
         "test_setup_code": "root = Node(1)",
         "test_imports": ["import math", "from math import floor"],
     }
     code = "class Node:\n  def __init__(self, x): self.x = x\ndef half(node): return node.x / 2"
-    assert Code(0).score(Example("?", code, fields=fields), code)["passed"] == 1
+    task = read(tmp_path, [problem(11), problem(700)])
+    assert task.score(Example("?", code, fields=fields), code)["passed"] == 1
 
 
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:
