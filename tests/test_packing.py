@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from minigrpo.guard import OOMBackoff
 from minigrpo.model import linear, logprobs
-from minigrpo.model import packing as packing_module
 from minigrpo.model.families import FAMILIES
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.model.logprobs import token_logprobs
@@ -24,13 +23,15 @@ from minigrpo.text.encoding import to_completions
 from minigrpo.types import Completions
 
 from .steps import DELTA, SIZES, VOCAB, attending, make_completions
-from .tiny import refused
+from .tiny import ROOT, refused
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 
-def test_the_worked_example_in_the_docstring_is_what_the_code_computes() -> None:
-    result = doctest.testmod(packing_module)
+def test_the_worked_example_on_the_page_is_what_the_code_computes() -> None:
+    page = (ROOT / "docs/grpo.md").read_text().replace("```", "")
+    example = doctest.DocTestParser().get_doctest(page, {}, "grpo.md", None, 0)
+    result = doctest.DocTestRunner().run(example)
     assert result.attempted > 10 and not result.failed
 
 

@@ -2,48 +2,8 @@
 
 `prefix-tree` runs each prompt once, and each distinct prefix of its group's completions once.
 `repeated`, the reference, runs each completion with its own copy of the prompt. `pack` runs once
-per step, on the host; `Packing.of` joins the prompts of a micro-batch.
-
-A worked example: two prompts with three completions each. 9 is EOS, 0 padding.
-
->>> prompt_ids = torch.tensor([[10, 11, 12], [20, 21, 0]])
->>> completion_ids = torch.tensor([[[1, 2, 9], [1, 2, 9], [1, 3, 9]],
-...                                [[4, 5, 9], [4, 9, 0], [6, 9, 0]]])
->>> completions = Completions(prompt_ids, torch.tensor([3, 2]), completion_ids, completion_ids > 0)
-
-In each group the prompt comes first, then what each completion adds: [1, 2], nothing, [3]; then
-[4, 5], nothing, [6]. A completion's last token predicts nothing, so it is not run. A token's place
-is its index among the packed tokens, its position the index in its own text.
-
->>> packing = Packing.of(pack(completions))
->>> packing.ids.tolist()
-[10, 11, 12, 1, 2, 3, 20, 21, 4, 5, 6]
->>> packing.positions.tolist()
-[0, 1, 2, 3, 4, 4, 0, 1, 2, 3, 2]
-
-Prediction m is the log-prob of `targets[m]` after the packed token at `sources[m]`, and `index`
-maps each sampled token to its prediction. Completions that share a prefix share its predictions,
-whose gradients autograd sums.
-
->>> packing.sources.tolist()
-[2, 3, 4, 3, 5, 7, 8, 9, 8, 7, 10]
->>> packing.targets.tolist()
-[1, 2, 9, 3, 9, 4, 5, 9, 9, 6, 9]
->>> packing.index.tolist()
-[[[0, 1, 2], [0, 1, 2], [0, 3, 4]], [[5, 6, 7], [5, 8, 0], [9, 10, 0]]]
-
-Attention runs on padded rows. The prompts are causal rows. The tokens that a completion adds are
-the queries of another row, whose keys are the prompt and the whole completion. `last` is the last
-key of each query. These rows are split by length if that saves padding.
-
->>> packing.causal_rows.tolist()
-[[0, 1, 2], [6, 7, 6]]
->>> for rows in packing.completion_rows:
-...     print(rows.queries.tolist(), rows.keys.tolist(), rows.last.tolist())
-[[3, 4], [8, 9]] [[0, 1, 2, 3, 4], [6, 7, 8, 9, 6]] [[3, 4], [2, 3]]
-[[5], [10]] [[0, 1, 2, 3, 5], [6, 7, 10, 6, 6]] [[4], [2]]
->>> packing.unpad.tolist()  # place of each packed token in all of these padded rows, joined
-[0, 1, 2, 6, 7, 10, 3, 4, 8, 9, 11]
+per step, on the host; `Packing.of` joins the prompts of a micro-batch. docs/grpo.md has a worked
+example.
 """
 
 from collections.abc import Sequence
