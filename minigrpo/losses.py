@@ -162,13 +162,12 @@ LOSSES = {
 
 # Schulman's KL estimators on sampled tokens, with d = ref - logp. On-policy, k2 and k3_is have the
 # gradient of KL(pi||ref), and k3 that of KL(ref||pi) (arXiv 2506.09477, 2510.01555, 2512.21852).
-# That of k1 has mean 0, so it is not here; with k1_reward, the rollout subtracts it from rewards.
+# That of k1 has mean 0, so it is not here.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k2": lambda d, ratio: d.square() / 2,
     "k3": lambda d, ratio: d.exp() - d - 1,
     "k3_is": lambda d, ratio: ratio * (d.exp() - d - 1),  # arXiv 2512.02556; the loss's ratio
 }
-KL_IN_REWARD = "k1_reward"
 
 # How the ratio r = p_old / p_sampler is formed, and its lower bound: an r below the bound or
 # above the cap becomes 0. Without a bound, r is clamped to the cap.
@@ -218,7 +217,7 @@ def policy_loss(
         old_logp: None means a ratio of 1.
         advantages: those of tokens, or `[...]`, those of completions; None for nll.
         loss: a name, a row or a function, see `loss_spec`.
-        kl: a row of KL_ESTIMATORS, or k1_reward, which adds nothing here.
+        kl: a row of KL_ESTIMATORS.
         normalizer: the counts of the whole optimizer step, to which the losses, gradients and
             metrics of micro-batches then add up; None counts this batch only.
         token_weights: factors on the policy term, but not on the KL.
@@ -255,7 +254,7 @@ def policy_loss(
         term = term * masked(token_weights.detach())
 
     # 3. The KL, and what else is added.
-    if kl_coef and kl != KL_IN_REWARD:
+    if kl_coef:
         if inputs.ref_logp is None:
             raise ValueError("a kl_coef above 0 needs ref_logp")
         penalty = KL_ESTIMATORS[kl](inputs.ref_logp - inputs.logp, inputs.ratio)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .advantages import advantages, overlong_punishment, shuffled
 from .config import Config
-from .losses import KL_IN_REWARD, LossSpec
+from .losses import LossSpec
 from .model.frozen_model import FrozenModel
 from .model.packing import pack
 from .rewards.scorer import RewardScorer
@@ -127,17 +127,10 @@ class RolloutBatches:
         scale = self.loss.scale if settings.scale == "auto" else settings.scale
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
-        if batch.reference_logp is not None and settings.kl == KL_IN_REWARD:
-            assert batch.completions.sampler_logp is not None
-            k1 = batch.completions.sampler_logp - batch.reference_logp
-            total = total - settings.kl_coef * k1.sum(-1)
         if settings.overlong == "punish":
             longest = self.config.sampling.max_new_tokens
             total = total + overlong_punishment(batch.completions.completion_len, longest)
         total = self.dist.gather(total)
-        if total.isfinite().all():
-            everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
-        else:
-            everyone = torch.full(total.shape, torch.nan)  # the guard skips the step
+        everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
         start = self.dist.rank * len(batch)
         return everyone[start : start + len(batch)]

@@ -173,8 +173,8 @@ class LossConfig(Group):
     """Largest ratio (cispo, two-sided clip); the default depends on the loss."""
     scale: Literal["auto", "group", "batch", "mean", "none"] = "auto"
     """Divisor of advantages: a standard deviation, or the group's mean; auto follows the loss."""
-    kl: Literal["k2", "k3", "k3_is", "k1_reward"] = "k3"
-    """KL estimator; k1_reward subtracts the KL from the rewards, the others add it to the loss."""
+    kl: Literal["k2", "k3", "k3_is"] = "k3"
+    """Estimator of the KL that is added to the loss."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial model, of which a frozen copy is kept, except with LoRA."""
     reference: Paths = ""

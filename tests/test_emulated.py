@@ -44,7 +44,7 @@ OPTIONS = {
     "truncated": {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "sampler_correction": "icepop"},
     "stop": {"stop": ["1", "23"], "overlong": "mask", "loss": "maxrl", "eval_samples": 4},
     "entropy": {"entropy_coef": 0.01, "weight_decay": 0.1, "loss": "cispo", "overlong": "punish"},
-    "teacher": {"teacher": "OTHER", "kl": "k1_reward", "sampler_correction": "sequence-truncate"},
+    "teacher": {"teacher": "OTHER", "sampler_correction": "sequence-truncate"},
     "self": {"teacher": "self", "teacher_context": "answer", "group_size": 1, "kl_coef": 0},
     "reference": {"reference": "OTHER", "base_dtype": "bfloat16", "kl": "k2", "loss": "dapo"}
     | {"shuffle_rewards": True},

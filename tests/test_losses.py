@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from minigrpo.advantages import SCALES, advantages, neutral
 from minigrpo.losses import (
     KL_ESTIMATORS,
-    KL_IN_REWARD,
     LOSSES,
     SAMPLER_CORRECTIONS,
     LossNormalizer,
@@ -380,7 +379,7 @@ def test_the_settings_name_every_loss_and_kl_estimator() -> None:
     """settings.py lists them itself, so that --help does not wait for torch."""
     fields = LossConfig.model_fields
     assert list(LOSS_NAMES) == list(LOSSES)
-    assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS, KL_IN_REWARD}
+    assert set(get_args(fields["kl"].annotation)) == {*KL_ESTIMATORS}
     assert set(get_args(fields["scale"].annotation)) == {"auto", *SCALES}
     assert set(get_args(fields["sampler_correction"].annotation)) == {"none", *SAMPLER_CORRECTIONS}
 

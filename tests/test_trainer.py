@@ -61,24 +61,6 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     assert_close(again.logits(ids), trainer.model.logits(ids), rtol=0, atol=0)
 
 
-def test_k1_reward_takes_the_summed_log_ratio_off_the_rewards(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "run", kl="k1_reward", kl_coef=0.5, scale="none")
-    with torch.no_grad():
-        trainer.reference.model.wte.weight.mul_(1.5)
-    batch = trainer.batches.batch(0)
-    log_ratio = (batch.completions.sampler_logp - batch.reference_logp).sum(-1)
-    penalised = torch.from_numpy(batch.rewards.total) - 0.5 * log_ratio
-    assert log_ratio.abs().min() > 0
-    centred = penalised - penalised.mean(1, keepdim=True)
-    assert_close(batch.advantages, centred.float())
-    with torch.no_grad():  # a KL that is not finite must reach the guard, which skips the step
-        trainer.reference.model.wte.weight.fill_(torch.nan)
-    batch = trainer.batches.batch(0)
-    assert batch.advantages.isnan().all()
-    trainer.learner.learn(batch, 0)
-    assert trainer.learner.guard.skipped == 1
-
-
 @pytest.mark.parametrize(
     ("flag", "device"),
     [
