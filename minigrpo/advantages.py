@@ -56,9 +56,3 @@ def shuffled(total: Tensor, examples: Sequence[Example], seed: int, step: int) -
         rng = stream(seed, "shuffle", step, example.index)
         rows.append(rng.permutation(rewards))
     return torch.from_numpy(np.stack(rows))
-
-
-def overlong_punishment(lengths: Tensor, longest: int) -> Tensor:
-    """DAPO's punishment (arXiv 2503.14476): 0 up to 4/5 of `longest`, then linearly down to -1."""
-    buffer = longest / 5
-    return ((longest - buffer - lengths) / buffer).clamp(-1, 0)

@@ -182,7 +182,7 @@ def make_scorer(job: Job, frozen_models: FrozenModels, warn: Warn) -> RewardScor
         tokenizer=job.tokenizer,
         token_model=cache(frozen_models.of_reward),
     )
-    is_paid = any(scorer.weights.values()) or loss.overlong == "punish"
+    is_paid = any(scorer.weights.values())
     teaches_alone = loss.kl_coef or loss.teacher or loss.name not in LOSS_NAMES
     if not (is_paid or teaches_alone or job.config.supervised):
         raise ConfigError("no reward: give --rewards functions, or a --reward-weights above 0")

@@ -42,8 +42,7 @@ class Config(Settings):
         loss = self.loss
         if self.supervised and (loss.teacher or loss.kl_coef):
             raise ConfigError("--loss nll has no samples, which --teacher and --kl-coef need")
-        teacher_alone = loss.teacher and loss.overlong != "punish"
-        if self.sampling.group_size < 2 and not (self.supervised or teacher_alone):
+        if self.sampling.group_size < 2 and not (self.supervised or loss.teacher):
             uses = "--loss nll, or a --teacher without rewards"
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
         if loss.reference and not loss.kl_coef:

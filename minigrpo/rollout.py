@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .advantages import advantages, overlong_punishment, shuffled
+from .advantages import advantages, shuffled
 from .config import Config
 from .losses import LossSpec
 from .model.frozen_model import FrozenModel
@@ -127,9 +127,6 @@ class RolloutBatches:
         scale = self.loss.scale if settings.scale == "auto" else settings.scale
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
-        if settings.overlong == "punish":
-            longest = self.config.sampling.max_new_tokens
-            total = total + overlong_punishment(batch.completions.completion_len, longest)
         total = self.dist.gather(total)
         everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
         start = self.dist.rank * len(batch)

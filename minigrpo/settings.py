@@ -179,8 +179,8 @@ class LossConfig(Group):
     """Weight of the KL to the initial model, of which a frozen copy is kept, except with LoRA."""
     reference: Paths = ""
     """Another model for the KL, named as for --model, with the same tokenizer."""
-    overlong: Literal["keep", "mask", "punish"] = "keep"
-    """Cut completions are kept or masked out, or the last fifth is punished down to -1 (DAPO)."""
+    overlong: Literal["keep", "mask"] = "keep"
+    """Completions that are cut off are kept in the loss, or masked out."""
     sampler_correction: Literal[
         "none", "token-truncate", "token-mask", "icepop", "sequence-truncate", "sequence-mask"
     ] = "none"

@@ -43,7 +43,7 @@ OPTIONS = {
     "iterations": {"num_iterations": 2, "kl": "k3_is", "loss": "gspo", "micro_batch_size": 2},
     "truncated": {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "sampler_correction": "icepop"},
     "stop": {"stop": ["1", "23"], "overlong": "mask", "loss": "maxrl", "eval_samples": 4},
-    "entropy": {"entropy_coef": 0.01, "weight_decay": 0.1, "loss": "cispo", "overlong": "punish"},
+    "entropy": {"entropy_coef": 0.01, "weight_decay": 0.1, "loss": "cispo"},
     "teacher": {"teacher": "OTHER", "sampler_correction": "sequence-truncate"},
     "self": {"teacher": "self", "teacher_context": "answer", "group_size": 1, "kl_coef": 0},
     "reference": {"reference": "OTHER", "base_dtype": "bfloat16", "kl": "k2", "loss": "dapo"}

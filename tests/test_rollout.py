@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from minigrpo.advantages import advantages, overlong_punishment, shuffled
+from minigrpo.advantages import advantages, shuffled
 from minigrpo.metrics import rollout_metrics
 from minigrpo.model import packing
 from minigrpo.model.packing import Packing, pack
@@ -19,20 +19,13 @@ from minigrpo.types import Completions, Example, RewardTable
 from .steps import make_completions, make_trainer
 
 
-def test_overlong_punishment_is_dapos() -> None:
-    """Nothing up to L - buffer, -1 at L, a straight line between (2503.14476, equation 13)."""
-    lengths = torch.tensor([0, 60, 80, 90, 99, 100])
-    expected = pytest.approx([0, 0, 0, -0.5, -0.95, -1])
-    assert overlong_punishment(lengths, 100).tolist() == expected
-
-
-def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> None:
+def test_overlong_completions_are_kept_or_masked(tmp_path: Path) -> None:
     batches = {}
-    for overlong in ("keep", "mask", "punish"):
+    for overlong in ("keep", "mask"):
         trainer = make_trainer(tmp_path / overlong, overlong=overlong, scale="none", kl_coef=0.0)
         batches[overlong] = trainer.batches.batch(0)
-    keep, mask, punish = batches.values()
-    assert keep.texts == mask.texts == punish.texts
+    keep, mask = batches.values()
+    assert keep.texts == mask.texts
     completions = keep.completions
     ended = completions.ended
     assert 0 < ended.sum() < ended.numel()
@@ -43,12 +36,6 @@ def test_overlong_completions_are_kept_masked_or_punished(tmp_path: Path) -> Non
     counted = alive.completions.completion_mask
     assert torch.equal(counted.any(-1), ended)
     assert torch.equal(counted[ended], completions.completion_mask[ended])
-
-    assert np.array_equal(punish.rewards.total, keep.rewards.total)  # rewards are raw
-    punishment = overlong_punishment(completions.completion_len, 12)
-    total = torch.from_numpy(keep.rewards.total) + punishment
-    centred = total - total.mean(1, keepdim=True)
-    assert_close(punish.advantages, centred, check_dtype=False)
 
 
 @pytest.mark.parametrize("estimator", ["group_mean", "leave_one_out"])

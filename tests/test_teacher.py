@@ -74,7 +74,6 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
         {"teacher": "self", "teacher_context": "hint"},  # no row has one
         {"teacher": "self", "loss": "nll"},
         {"group_size": 1},
-        {"teacher": "self", "group_size": 1, "overlong": "punish"},
         {"reward_weights": {"similarity": 0.0}},
     ],
 )
