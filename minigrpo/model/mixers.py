@@ -1,11 +1,12 @@
-"""The parts of a block. Mixers let tokens see others; norms and MLPs work token by token.
+"""The parts of a block. Mixers let N tokens of width D see others; norms and MLPs do not.
 
-A mixer projects its input, mixes the results in a context, and projects what comes out.
+`project_in` makes `[N, D]` into what is mixed and `project_out` makes `[N, M]` into `[N, D]`, token
+by token. Between them, `mix` asks a context (context.py) what the tokens before each one had.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +29,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         # in the precision of the input, or under autocast the cache of keys would double
         return super().forward(hidden.to(self.weight.dtype)).to(hidden.dtype)
-
-
-class Mixer(Protocol):
-    """A layer's way to mix N tokens of width D."""
-
-    def project_in(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """`[N, D]` -> what is mixed, token by token."""
-
-    def mix(self, context: Context, rotations: Rotations, *projected: Tensor) -> Tensor:
-        """The results of `project_in` -> `[N, M]`."""
-
-    def project_out(self, mixed: Tensor) -> Tensor:
-        """`[N, M]` -> `[N, D]`, token by token."""
 
 
 class Attention(nn.Module):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.context import Context, Scan, TextRows, scan_rows, take_rows
@@ -289,13 +290,18 @@ class PromptContext(TextRows):
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         before = super().previous(layer, inputs, number)
-        with_last = torch.cat([before[self.last], inputs[self.last, None]], dim=1)
-        self.decoder.states.add_past(layer, self.first_slot, with_last[:, 1:])
+        states = self.decoder.states
+        past = torch.cat([before[self.last], inputs[self.last, None]], dim=1)[:, 1:]
+        with_room = F.pad(past, (0, 0, 0, states.most_tokens))
+        states.put(states.past, layer, self.first_slot, with_room)
         return before
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
-        outputs, states = scan_rows(scan, None, inputs, self.rows, self.positions)
-        self.decoder.states.add_states(layer, self.first_slot, states, inputs)
+        outputs, ends = scan_rows(scan, None, inputs, self.rows, self.positions)
+        states = self.decoder.states
+        states.put(states.states, layer, self.first_slot, ends)
+        none = inputs.new_zeros(len(ends), states.most_tokens, inputs.shape[-1])
+        states.put(states.inputs, layer, self.first_slot, none)
         return outputs.flatten(0, 1).index_select(0, self.places)
 
 

@@ -9,7 +9,6 @@ Shapes: B slots, W tokens per slot and step, inputs of width C or F.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.context import Scan
@@ -31,18 +30,8 @@ class SlotStates:
         self.inputs: dict[int, Tensor] = {}  # [slots, most_tokens, F] the last inputs
         self.tables = (self.past, self.states, self.inputs)
 
-    def add_past(self, layer: int, first: int, past: Tensor) -> None:
-        """Remember the last inputs `[P, n, C]` of prompts, for slots from `first` on."""
-        joined = F.pad(past, (0, 0, 0, self.most_tokens))
-        self._put(self.past, layer, first, joined)
-
-    def add_states(self, layer: int, first: int, states: Tensor, inputs: Tensor) -> None:
-        """Remember the states after prompts; `inputs [.., F]` say of what width theirs are."""
-        self._put(self.states, layer, first, states)
-        none = inputs.new_zeros(len(states), self.most_tokens, inputs.shape[-1])
-        self._put(self.inputs, layer, first, none)
-
-    def _put(self, table: dict[int, Tensor], layer: int, first: int, rows: Tensor) -> None:
+    def put(self, table: dict[int, Tensor], layer: int, first: int, rows: Tensor) -> None:
+        """Put rows into a table, for new slots from `first` on."""
         if layer not in table:
             table[layer] = rows.new_zeros(self.most_slots, *rows.shape[1:])
         table[layer][first : first + len(rows)] = rows

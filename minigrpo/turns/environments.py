@@ -1,16 +1,8 @@
 """Environments that answer turns, and a task whose prompts begin in one.
 
-The interface is TRL's, by the names of methods alone, so there is no base class:
-
-    class Environment:                  an instance for each completion
-        reset(self, **row)              may return what the user says first, or more of it
-        any_public_method(self, x: int) a tool, if there is no step
-        step(self, text)                a game: (observation, reward, done), or Gymnasium's five
-        get_reward(self)                optional: the reward at the end, of a game else the sum
-        close(self)                     optional: gives back what the environment holds
-
-Each method may be `async`. A callable that makes environments may stand for their class. `reset`
-gets the keys of a data row that its signature names, and `seed`.
+The interface is TRL's, by the names of methods alone, so there is no base class: `reset`, then
+either `step` (a game) or public methods that are tools, and perhaps `get_reward` and `close`.
+docs/turns.md says what each does. A callable that makes environments may stand for their class.
 """
 
 import copy
