@@ -24,9 +24,8 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import models, pre_tokenizers, trainers
 
-from minigrpo.text import gpt2_vocabulary
-from minigrpo.text.gpt2_vocabulary import END_OF_TEXT
-from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
+from minigrpo.text import tokenizer as tokenizer_module
+from minigrpo.text.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 
 from . import tiny
 from .tiny import refused
@@ -71,7 +70,7 @@ def small_encoding() -> tiktoken.Encoding:
 @cache
 def small_tokenizer() -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt2_vocabulary, "read_file_cached", read_small)
+        patch.setattr(tokenizer_module, "read_file_cached", read_small)
         return load_tokenizer("gpt2")
 
 
@@ -84,7 +83,7 @@ def test_a_text_has_the_ids_of_tiktoken(text: str) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2_vocabulary, "read_file_cached", read_small)
+    monkeypatch.setattr(tokenizer_module, "read_file_cached", read_small)
 
 
 @pytest.mark.usefixtures("small")

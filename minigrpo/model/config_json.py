@@ -20,7 +20,6 @@ LOCAL_THETA = "rope_local_base_freq"  # of layers with a window
 # old name of a setting -> its name
 OLD_NAMES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 ORIGINAL = "original_max_position_embeddings"
-OLD_ROPE_TYPES = {"su": "longrope"}
 # setting with the distance between full layers -> what the others are
 INTERVALS = {"sliding_window_pattern": WINDOWED, "full_attention_interval": RECURRENT}
 # field of GatedDeltaShape -> setting
@@ -119,7 +118,6 @@ def read_rope(config: Mapping[str, Any], word: str) -> dict[str, Any]:
         theta = settings.get("rope_theta", config.get(LOCAL_THETA, theta))
     fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     rope_type = settings.get("rope_type", settings.get("type", "default"))
-    rope_type = OLD_ROPE_TYPES.get(rope_type, rope_type)
     fields = {"theta": theta, "fraction": fraction, "is_proportional": rope_type == "proportional"}
     if rope_type in ("default", "proportional"):
         return fields

@@ -1,19 +1,7 @@
 """A run's logs: JSONL files, TensorBoard, and with --track also Weights & Biases or Trackio.
 
 A log never ends a run: what a full disk or a tracker refuses is lost, with a warning. The JSON is
-strict: a value that is not finite is null.
-
-All lines of samples.jsonl and held_out.jsonl have `step` and the fields of `_shared_fields`.
-samples.jsonl has every ten steps the whole group of one prompt (`source` is `train`), and at each
-evaluation the completions of the same 32 held-out prompts (`source` is `held_out`):
-
-    train       advantage; tokens, as texts
-    held_out    decoding, which is greedy or sampled; right, which is 1, 0, or null if not known
-
-held_out.jsonl has the greedy answers of the last evaluation, which `minigrpo compare` pairs:
-
-    example             digest of all that the example says
-    greedy, sampled     values by measure; those of several sampled completions are means
+strict: a value that is not finite is null. docs/running.md says what the lines hold.
 """
 
 import json

@@ -18,13 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tiktoken.load import read_file_cached
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ..errors import refusing
 from ..hub import CONFIG, read_json, settings_folder
 from ..identity import digest
 from .chat import Chat
-from .gpt2_vocabulary import END_OF_TEXT, GPT2, gpt2_engine
+
+# GPT-2's vocabulary, whose two files tiktoken fetches
+GPT2 = "gpt2"
+END_OF_TEXT = "<|endoftext|>"
+FOLDER = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+IDS_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -232,3 +239,16 @@ def _special_tokens(
     engine.add_special_tokens(marked)
     added = engine.get_added_tokens_decoder()
     return {token.content: number for number, token in added.items() if token.special}
+
+
+def gpt2_engine() -> tokenizers.Tokenizer:
+    """GPT-2's tokenizer. Raises ConfigError if its vocabulary is neither stored nor fetched."""
+    with refusing("GPT-2's vocabulary cannot be fetched"):
+        ids = read_file_cached(f"{FOLDER}/encoder.json", IDS_SHA256)
+        merges = read_file_cached(f"{FOLDER}/vocab.bpe", MERGES_SHA256)
+    pairs: list[Any] = [tuple(line.split()) for line in merges.decode().splitlines()[1:]]
+    engine = tokenizers.Tokenizer(models.BPE(vocab=json.loads(ids), merges=pairs))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([END_OF_TEXT])
+    return engine
