@@ -83,5 +83,5 @@ def gated_delta(
         if needs != "outputs" or n + 1 < num_chunks:
             states = decay[:, :, n, -1:] * states
             keys = k_at_end[:, :, n].mT.flatten(0, 1)
-            states.flatten(0, 1).baddbmm_(keys, corrected.flatten(0, 1))
+            states.view(-1, *states.shape[2:]).baddbmm_(keys, corrected.flatten(0, 1))
     return torch.cat(outputs, dim=2)[:, :, :length], states
