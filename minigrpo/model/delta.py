@@ -74,13 +74,12 @@ def gated_delta(
     if needs == "states":
         readers = from_keys
     outputs = [v[:, :, 0, :0]]
-    num_chunks = q.shape[2]
-    for n in range(num_chunks):
+    for n in range(q.shape[2]):
         found = readers[:, :, n] @ states
         corrected = from_values[:, :, n] - found[:, :, :size]
         if needs != "states":
             outputs.append(found[:, :, size:] + attention[:, :, n] @ corrected)
-        if needs != "outputs" or n + 1 < num_chunks:
+        if needs != "outputs" or n + 1 < q.shape[2]:
             states = decay[:, :, n, -1:] * states
             keys = k_at_end[:, :, n].mT.flatten(0, 1)
             states.view(-1, *states.shape[2:]).baddbmm_(keys, corrected.flatten(0, 1))

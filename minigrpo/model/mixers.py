@@ -197,7 +197,8 @@ class GatedDelta(nn.Module):
         q, k = (x.unflatten(-1, (layer.key_heads, -1)).transpose(1, 2) for x in (q, k))
         v = v.unflatten(-1, (layer.value_heads, -1)).transpose(1, 2)
         keys_per_value = layer.value_heads // layer.key_heads
-        q, k = (unit(x).repeat_interleave(keys_per_value, dim=1) for x in (q, k))
+        q = unit(q).repeat_interleave(keys_per_value, dim=1)
+        k = unit(k).repeat_interleave(keys_per_value, dim=1)
         q = q * layer.key_dim**-0.5
         if states is None:
             states = v.new_zeros(*v.shape[:2], layer.key_dim, layer.value_dim)
@@ -209,7 +210,7 @@ class GatedDelta(nn.Module):
 
 
 # mixer of a LayerShape -> (its name in a block, its class)
-MIXERS: dict[str, tuple[str, Callable[[ModelShape, Any, int], Any]]] = {
+MIXERS: dict[str, tuple[str, Any]] = {
     "attention": ("attn", Attention),
     "short_conv": ("conv", ShortConv),
     "gated_delta": ("linear_attn", GatedDelta),

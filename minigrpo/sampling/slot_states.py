@@ -24,7 +24,6 @@ class SlotStates:
         self.most_tokens = most_tokens
         self.columns = torch.zeros(most_slots, dtype=torch.int64, device=device)  # of the last step
         self.width = most_tokens  # tokens per slot of the last step, of which none is kept yet
-        self.kept = self.columns  # [B] how many of them were kept
         self.past: dict[int, Tensor] = {}  # [slots, n + most_tokens, C] n inputs, and the last ones
         self.states: dict[int, Tensor] = {}  # [slots, ..] before the last tokens
         self.inputs: dict[int, Tensor] = {}  # [slots, most_tokens, F] the last inputs
@@ -41,7 +40,7 @@ class SlotStates:
         """Begin a step whose tokens are at `columns [B, W]`."""
         last = self.columns[: len(columns)]
         self.replayed = self.width
-        self.kept = (columns[:, 0] - last).clamp(0, self.replayed)
+        self.kept = (columns[:, 0] - last).clamp(0, self.width)  # [B] of the last tokens
         last.copy_(columns[:, 0])
         self.width = columns.shape[1]
 
