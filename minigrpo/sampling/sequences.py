@@ -85,20 +85,24 @@ def exchange_turns(dialogues: Dialogues, tables: Tables, state: RoundState) -> R
     for sequence, ids, length in turns:
         dialogues.submit(int(sequence), ids[:length])
 
-    # 2. Store answers.
+    # 2. Take answers.
     waiting = state.waiting | asks
     unread = state.unread.copy()
     answer = np.zeros_like(state.sequence)
     numbers: dict[tuple[int, ...], int] = {}  # numbers of distinct answers, from 1
+    stored: list[tuple[int, int, int]] = []  # sequence, column and token
     for sequence, tokens in dialogues.replies(wait=not state.runs.any()).items():
         n = int(np.searchsorted(state.sequence, sequence))
         waiting[n] = False
         unread[n] = len(tokens)
         answer[n] = numbers.setdefault(tuple(tokens), len(numbers) + 1)
-        first = int(state.length[n])  # after the turn that it answers
-        tables.ids[sequence, first : first + len(tokens)] = tables.ids.new_tensor(tokens)
+        for column, token in enumerate(tokens, start=int(state.length[n])):
+            stored.append((sequence, column, token))
 
-    # 3. Store how many tokens are unread, and who waits, in one copy to the device.
+    # 3. Store them, each after the turn that it answers; two copies to the device.
+    if stored:
+        rows, columns, answer_ids = tables.ids.new_tensor(stored).T
+        tables.ids[rows, columns] = answer_ids
     on_host = np.stack([state.sequence, unread, waiting])
     sequences, of_unread, of_waiting = tables.ids.new_tensor(on_host)
     tables.unread[sequences] = of_unread
