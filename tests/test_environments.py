@@ -510,7 +510,7 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: list[Any], ov
         scores = scorer.score([example], [[episode.completion()]]).scores["Game"]
         assert scores.failed.all() == (error is not None)
     without_template = dialogues_of(world, load_tokenizer("chess"))
-    assert without_template.encode(ask(""))  # else the game would end
+    assert without_template.encode(json.dumps(ask("")))  # else the game would end
 
 
 def test_the_row_chooses_among_environments() -> None:

@@ -3,9 +3,10 @@
 Nothing is rendered or encoded again: the tokens of an answer follow those that were sampled.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ..config import Config
@@ -115,13 +116,14 @@ class Dialogues:
         self.warned = set[str]()  # the subjects of the warnings so far
         self.pool = Pool(0)
         self.episodes: list[Episode] = []
+        self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         self.call_form: CallForm | None = None
         for spec in self.environments.specs.values():
             if self.environments.tools_of(spec.shown):
                 self.call_form = call_form(self.tokenizer)
             user = {"role": "user", "content": "A"}
             result = result_of({}, "tool", {}).message
-            self.encode([user if is_game(spec.shown) else result])
+            self.encode(json.dumps([user if is_game(spec.shown) else result]))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
@@ -205,7 +207,7 @@ class Dialogues:
             return []
         args = template_args(episode.example)
         try:
-            ids = self.encode(messages, args, episode.is_closed)
+            ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
         except Exception as error:  # the answer spells a special token
             self._fail(episode, error)
             return []
@@ -217,21 +219,17 @@ class Dialogues:
         episode.num_tokens = num_tokens
         return ids
 
-    def encode(
-        self,
-        answers: Sequence[Message],
-        args: Mapping[str, Any] = {},
-        is_closed: bool = True,
-    ) -> list[int]:
+    def _encode(self, messages: str, args: str = "{}", is_closed: bool = True) -> list[int]:
         """The tokens of answers, up to where the next turn begins; for `args` see `template_args`.
 
         A turn that is not closed gets the end that the template writes.
         """
+        answers = json.loads(messages)
         chat = self.tokenizer.chat
         if not chat:
             # A dialogue goes on after at least one token.
             return self.tokenizer.encode("".join(answer["content"] for answer in answers) or "\n")
-        text = chat.between(answers, args)
+        text = chat.between(answers, json.loads(args))
         if not is_closed:
             return self.tokenizer.encode(text, special=True)
         # The end was sampled. It may swallow white space after it, as Phi's does: so it is encoded
