@@ -61,8 +61,7 @@ def test_caches_stay_in_one_place_and_hold_what_runs(
         running.append(len(self.prompt_len))
         stored.append(self.prompt_kv.shape[2])
         columns.append(self.columns)
-        tables = [x for table in self.states.tables for x in table.values()]
-        caches = (self.prompt_kv, self.own_kv, self.layout, self.states.columns, *tables)
+        caches = (self.prompt_kv, self.own_kv, self.layout, *self.states.caches())
         places.add(tuple(x.data_ptr() for x in caches))
         return step(self, *args)
 

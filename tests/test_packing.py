@@ -6,8 +6,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -108,32 +106,6 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
             assert not found.entropy.requires_grad
             slopes = torch.autograd.grad((found.logp * weights).sum(), parameters)
             assert_close(slopes, gradients, **CLOSE)
-
-
-@given(
-    seed=st.integers(0, 10**6),
-    prompts=st.integers(1, 3),
-    samples=st.integers(1, 6),
-    length=st.integers(1, 5),
-    letters=st.integers(1, 2),
-)
-def test_a_tree_of_any_shape_has_the_log_probs_of_repeated_sequences(
-    seed: int, prompts: int, samples: int, length: int, letters: int
-) -> None:
-    """Some completions are empty, some are equal, and some are the beginning of another."""
-    rng = np.random.default_rng(seed)
-    model = Transformer(
-        ModelShape(5, context=20, layers=attending(1), width=8, heads=2), seed=1
-    ).double()
-    lengths = rng.integers(0, length + 1, (prompts, samples))
-    c = Completions(
-        torch.from_numpy(rng.integers(0, 5, (prompts, 4))),
-        torch.from_numpy(rng.integers(1, 4, prompts)),
-        torch.from_numpy(rng.integers(0, letters, (prompts, samples, length))),
-        torch.from_numpy(np.arange(length) < lengths[..., None]),
-    )
-    tree, plain = (Packing.of(pack(c, name)) for name in ("prefix-tree", "repeated"))
-    assert_close(model(tree)[0], model(plain)[0], rtol=1e-9, atol=1e-11)
 
 
 def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Completions) -> None:

@@ -77,7 +77,7 @@ def test_each_result_is_what_both_are(length: int, monkeypatch: pytest.MonkeyPat
     assert torch.equal(gated_delta(*inputs, "states")[1], states)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("shape", "chunk"), [("gpt2", 64), *(("hybrid", n) for n in CHUNKS)])
 @given(
     seed=st.integers(0, 10**6),
     prompts=st.integers(1, 3),
@@ -86,9 +86,12 @@ def test_each_result_is_what_both_are(length: int, monkeypatch: pytest.MonkeyPat
     letters=st.integers(1, 2),
 )
 def test_a_tree_of_any_shape_computes_what_its_rows_do(
-    chunk: int, seed: int, prompts: int, samples: int, length: int, letters: int
+    shape: str, chunk: int, seed: int, prompts: int, samples: int, length: int, letters: int
 ) -> None:
-    """In windows, convolutions and states; chunks end in prompts, in completions and between."""
+    """In windows, convolutions and states; chunks end in prompts, in completions and between.
+
+    Some completions are empty, some are equal, and some are the beginning of another.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, length + 1, (prompts, samples))
     completions = Completions(
@@ -97,7 +100,7 @@ def test_a_tree_of_any_shape_computes_what_its_rows_do(
         torch.from_numpy(rng.integers(0, letters, (prompts, samples, length))),
         torch.from_numpy(np.arange(length) < lengths[..., None]),
     )
-    model = Transformer(SHAPES["hybrid"], seed=seed).double()
+    model = Transformer(SHAPES[shape], seed=seed).double()
     results: list[Any] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(delta, "CHUNK", chunk)

@@ -17,8 +17,6 @@ from .shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 
 SHAPES = TypeAdapter(ModelShape)  # refuses values that no model has, and ignores other names
 LOCAL_THETA = "rope_local_base_freq"  # of layers with a window
-# old name of a setting -> its name
-OLD_NAMES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 ORIGINAL = "original_max_position_embeddings"
 # setting with the distance between full layers -> what the others are
 INTERVALS = {"sliding_window_pattern": WINDOWED, "full_attention_interval": RECURRENT}
@@ -41,7 +39,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     if name not in FAMILIES:
         raise ValueError(f"model_type is {name!r}, not {' or '.join(FAMILIES)}")
     family = FAMILIES[name]
-    stated = {OLD_NAMES.get(name, name): x for name, x in config.items() if x is not None}
+    stated = {setting: value for setting, value in config.items() if value is not None}
     config = {**family.missing, **stated}
     for setting, values in {"quantization_config": [None], **family.supported}.items():
         if setting in config and config[setting] not in values:
@@ -49,6 +47,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
     # 2. The shape.
     fields = {ours: config.get(theirs, 0) for ours, theirs in family.fields.items()}
+    fields["mlp_width"] = config.get("block_ff_dim", fields["mlp_width"])
     if config.get("block_auto_adjust_ff_dim"):
         multiple = config["block_multiple_of"]
         width = int(config["block_ffn_dim_multiplier"] * int(2 * fields["mlp_width"] / 3))
@@ -65,9 +64,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 def read_layers(config: Mapping[str, Any], family: Family) -> list[dict[str, Any]]:
     """The fields of each layer's shape."""
     number = config[family.layers]
-    every = config.get("no_rope_layer_interval", number + 1)
-    by_number = [(layer + 1) % every for layer in range(number)]
-    rotates = config.get("no_rope_layers", by_number)
+    rotates = config.get("no_rope_layers", [1] * number)
     layers: list[dict[str, Any]] = []
     for layer, word in enumerate(layer_types(config, family, number)):
         if word == CONVOLUTION:
@@ -113,30 +110,30 @@ def read_rope(config: Mapping[str, Any], word: str) -> dict[str, Any]:
         settings = settings.get(word) or {}
     elif word == WINDOWED and FULL in config.get("layer_types", ()):
         settings = {}
-    theta = settings.get("rope_theta", config.get("rope_theta"))
-    if word == WINDOWED:
-        theta = settings.get("rope_theta", config.get(LOCAL_THETA, theta))
-    fraction = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    rope_type = settings.get("rope_type", settings.get("type", "default"))
-    fields = {"theta": theta, "fraction": fraction, "is_proportional": rope_type == "proportional"}
+    own = {**config, **settings}
+    if word == WINDOWED and LOCAL_THETA in config:
+        own["rope_theta"] = settings.get("rope_theta", config[LOCAL_THETA])
+    rope_type = own.get("rope_type", own.get("type", "default"))
+    fields = {
+        "theta": own["rope_theta"],
+        "fraction": own.get("partial_rotary_factor", 1.0),
+        "is_proportional": rope_type == "proportional",
+    }
     if rope_type in ("default", "proportional"):
         return fields
 
     # 2. The scaling. What it multiplies rotated heads by may be left out.
-    scaling = {**settings, "rope_type": rope_type}
-    scaling.setdefault(ORIGINAL, config.get(ORIGINAL, config["max_position_embeddings"]))
-    original: int = scaling[ORIGINAL]
-    factor = scaling.setdefault("factor", config["max_position_embeddings"] / original)
-    if scaling.get("attention_factor") is None:
-        logarithm = math.log(max(factor, 1.0))
-        if rope_type == "longrope":
-            scaling["attention_factor"] = math.sqrt(1 + logarithm / math.log(original))
-        else:
-            of_all = scaling.get("mscale_all_dim") or 0.0
-            of_rotated = scaling.get("mscale") if of_all else 1.0
-            ratio = (1 + 0.1 * (of_rotated or 0.0) * logarithm) / (1 + 0.1 * of_all * logarithm)
-            scaling["attention_factor"] = ratio
-    return {**fields, "scaling": scaling}
+    context = own["max_position_embeddings"]
+    original: int = own.setdefault(ORIGINAL, context)
+    logarithm = math.log(max(own.setdefault("factor", context / original), 1.0))
+    if own.get("attention_factor") is None and rope_type == "longrope":
+        own["attention_factor"] = math.sqrt(1 + logarithm / math.log(original))
+    elif own.get("attention_factor") is None:
+        of_all = own.get("mscale_all_dim") or 0.0
+        of_rotated = own["mscale"] if of_all else 1.0
+        tenth = 0.1 * logarithm
+        own["attention_factor"] = (1 + tenth * of_rotated) / (1 + tenth * of_all)
+    return {**fields, "scaling": {**own, "rope_type": rope_type}}
 
 
 def write_config(shape: ModelShape) -> dict[str, Any]:
@@ -205,6 +202,6 @@ def write_layers(shape: ModelShape) -> dict[str, Any]:
     written["sliding_window"] = max(layer.window for layer in attending) or None
     if LOCAL_THETA in family.missing and True in ropes:
         written[LOCAL_THETA] = ropes[True].theta
-    if "no_rope_layer_interval" in family.missing:
+    if None in {layer.rope for layer in attending}:
         written["no_rope_layers"] = [int(layer.rope is not None) for layer in attending]
     return written

@@ -47,9 +47,11 @@ def take_rows(packed: Tensor, rows: Tensor) -> Tensor:
 
 def attend_in_rows(rows: Tensor, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention within rows `[C, T]` of packed tokens, padded on the right -> `[C, T, H, E]`."""
+    queries = take_rows(q, rows).transpose(1, 2)
+    keys = take_rows(k, rows).transpose(1, 2)
+    values = take_rows(v, rows).transpose(1, 2)
     # padding is on the right, so causality hides it
-    attended = causal(window, *(take_rows(x, rows).transpose(1, 2) for x in (q, k, v)))
-    return attended.transpose(1, 2)
+    return causal(window, queries, keys, values).transpose(1, 2)
 
 
 def scan_rows(
@@ -67,19 +69,15 @@ def scan_rows(
     return scan(states, take_rows(inputs, rows) * is_token[..., None], needs)
 
 
-def ancestors(parents: Tensor, number: int) -> Tensor:
-    """The places of the tokens before each, `[N]` -> `[N, number]`; -1 stands for none."""
-    places = [parents]
-    for _ in range(number - 1):
-        nearer = places[0]
-        places.insert(0, parents[nearer].where(nearer >= 0, -1))
-    return torch.stack(places, dim=1)
-
-
-def take_previous(inputs: Tensor, places: Tensor) -> Tensor:
-    """The inputs at `ancestors` of each token, `[N, C]` and `[N, n]` -> `[N, n, C]`."""
+def take_previous(inputs: Tensor, parents: Tensor, number: int) -> Tensor:
+    """The inputs of the tokens before each, `[N, C]` -> `[N, number, C]`; a parent of -1: none."""
+    none = len(inputs)  # the place of a token of zeros, which has no parent either
     with_zeros = F.pad(inputs, (0, 0, 0, 1))
-    return take_rows(with_zeros, places.where(places >= 0, len(inputs)))
+    nearest = F.pad(parents.where(parents >= 0, none), (0, 1), value=none)
+    places = [nearest]
+    while len(places) < number:
+        places.insert(0, nearest[places[0]])
+    return take_rows(with_zeros, torch.stack(places, dim=1)[:none])
 
 
 class TextRows(Context):
@@ -90,15 +88,15 @@ class TextRows(Context):
         self.rows = rows
         self.places = places
         self.positions = positions
-        numbers = torch.arange(len(positions), device=positions.device)
-        self.parents = torch.where(positions > 0, numbers - 1, -1)
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attended = attend_in_rows(self.rows, window, q, k, v)
         return attended.flatten(0, 1).index_select(0, self.places)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
-        return take_previous(inputs, ancestors(self.parents, number))
+        before = torch.arange(-1, len(inputs) - 1, device=inputs.device)
+        parents = before.where(self.positions > 0, -1)
+        return take_previous(inputs, parents, number)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         outputs, _ = scan_rows(scan, None, inputs, self.rows, self.positions, "outputs")
@@ -132,7 +130,11 @@ def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)  # the layers share a mask, because autograd would keep one for each
 def causal_mask(
-    length: int, window: int, queries_per_key: int, dtype: torch.dtype, device: torch.device
+    length: int,
+    window: int,
+    queries_per_key: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """The mask `[1, 1, queries_per_key * T, T]` of causal rows with a window."""
     last = torch.arange(length, device=device)[None]

@@ -23,6 +23,12 @@ def unit(heads: Tensor) -> Tensor:
     return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
+def in_chunks(rows: Tensor, size: int) -> Tensor:
+    """Rows `[C, H, T, E]` -> `[C, H, n, size, E]`; the last chunk is padded with zeros."""
+    padding = -rows.shape[2] % size
+    return F.pad(rows, (0, 0, 0, padding)).unflatten(2, (-1, size))
+
+
 def gated_delta(
     q: Tensor,
     k: Tensor,
@@ -47,20 +53,20 @@ def gated_delta(
     # 1. Rows in n chunks of L tokens; padding changes no state.
     length = q.shape[2]
     size = min(CHUNK, length)
-    padding = -length % size
-    q, k, v = (F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v))
-    log_decay, strength = (
-        F.pad(x, (0, padding)).unflatten(2, (-1, size)) for x in (log_decay, strength)
-    )
+    q = in_chunks(q, size)
+    k = in_chunks(k, size)
+    v = in_chunks(v, size)
+    log_decay = in_chunks(log_decay[..., None], size)[..., 0]
+    strength = in_chunks(strength[..., None], size)  # [C, H, n, L, 1]
 
     # 2. Within chunks. With D[i, j] the decay between tokens j <= i, the corrections U of a chunk
     # that begins with the state S solve U = strength (V - decay K S - strictly lower(D K K^T) U).
     since_start = log_decay.cumsum(-1)  # [C, H, n, L]
     between = (since_start[..., :, None] - since_start[..., None, :]).tril().exp().tril()
     decay = since_start.exp()[..., None]
-    weighted = k * strength[..., None]
+    weighted = k * strength
     corrections = (weighted @ k.mT) * between
-    wanted = torch.cat([v * strength[..., None], weighted * decay], dim=-1)
+    wanted = torch.cat([v * strength, weighted * decay], dim=-1)
     solved = wanted
     if size > 1:
         solved = torch.linalg.solve_triangular(corrections, wanted, upper=False, unitriangular=True)
@@ -79,8 +85,9 @@ def gated_delta(
         corrected = from_values[:, :, n] - found[:, :, :size]
         if needs != "states":
             outputs.append(found[:, :, size:] + attention[:, :, n] @ corrected)
-        if needs != "outputs" or n + 1 < q.shape[2]:
+        is_last = n + 1 == q.shape[2]
+        if needs != "outputs" or not is_last:
             states = decay[:, :, n, -1:] * states
-            keys = k_at_end[:, :, n].mT.flatten(0, 1)
-            states.view(-1, *states.shape[2:]).baddbmm_(keys, corrected.flatten(0, 1))
+            in_place = states.view(-1, *states.shape[2:])  # [C * H, K, V]
+            in_place.baddbmm_(k_at_end[:, :, n].mT.flatten(0, 1), corrected.flatten(0, 1))
     return torch.cat(outputs, dim=2)[:, :, :length], states

@@ -159,7 +159,7 @@ FAMILIES = {
             "attention_bias": [False],
             "attn_logit_softcapping": [None],
             "final_logit_softcapping": [None],
-            "use_bidirectional_attention": (False, None),
+            "use_bidirectional_attention": [False],
         },
     ),
     "granite": Family("GraniteForCausalLM", fields=FIELDS | BIASES | MULTIPLIERS),
@@ -262,11 +262,6 @@ FAMILIES = {
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         fields=FIELDS | BIASES,
-        missing={
-            **MISSING,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-        },
+        missing={**MISSING, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
 }

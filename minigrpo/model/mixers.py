@@ -4,7 +4,7 @@
 by token. Between them, `mix` asks a context (context.py) what the tokens before each one had.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 class CausalConv(nn.Module):
     """A convolution along each text, of each channel by itself."""
 
-    roles: Mapping[str, Role] = {"weight": "kernel"}
+    role: Role = "kernel"  # of its own parameters
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
@@ -119,11 +119,8 @@ class CausalConv(nn.Module):
     def forward(self, context: Context, layer: int, inputs: Tensor) -> Tensor:
         """`[N, C]` -> `[N, C]`."""
         taps = self.weight[:, 0].t()  # [taps, C]
-        mixed = inputs * taps[-1]
-        if len(taps) > 1:
-            before = context.previous(layer, inputs, len(taps) - 1)
-            mixed = mixed + (before * taps[:-1]).sum(1)
-        return mixed
+        before = context.previous(layer, inputs, len(taps) - 1)
+        return inputs * taps[-1] + (before * taps[:-1]).sum(1)
 
 
 class ShortConv(nn.Module):
@@ -152,7 +149,7 @@ class ShortConv(nn.Module):
 class GatedDelta(nn.Module):
     """The gated delta rule of Yang et al. (arXiv 2412.06464), as in Qwen3.5. See delta.py."""
 
-    roles: Mapping[str, Role] = {"A_log": "decay", "dt_bias": "decay"}
+    role: Role = "decay"  # of its own parameters
 
     def __init__(self, shape: ModelShape, layer: GatedDeltaShape, number: int) -> None:
         super().__init__()
@@ -194,7 +191,8 @@ class GatedDelta(nn.Module):
         """`[C, T, F]` -> `[C, T, value heads, value size]`; inputs of zeros change no state."""
         layer = self.layer
         q, k, v, log_decay, strength = inputs.split(self.widths, dim=-1)
-        q, k = (x.unflatten(-1, (layer.key_heads, -1)).transpose(1, 2) for x in (q, k))
+        q = q.unflatten(-1, (layer.key_heads, -1)).transpose(1, 2)
+        k = k.unflatten(-1, (layer.key_heads, -1)).transpose(1, 2)
         v = v.unflatten(-1, (layer.value_heads, -1)).transpose(1, 2)
         keys_per_value = layer.value_heads // layer.key_heads
         q = unit(q).repeat_interleave(keys_per_value, dim=1)

@@ -6,9 +6,9 @@ per step, on the host; `Packing.of` joins the prompts of a micro-batch. docs/grp
 example.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
-    ancestors,
     attend_in_rows,
     make_mask,
     scan_rows,
@@ -55,11 +54,13 @@ class CompletionRows:
 
 
 @dataclass(frozen=True)
-class ScanRows:
-    """What a recurrence runs of the completions: all of their inputs, after the prompt's state."""
+class StateRows:
+    """What layers with a state read of a packing."""
 
-    rows: Tensor  # [C, T] places of packed tokens; padding repeats the row's first token
+    parents: Tensor  # [N] int64, the packed token before each in its text; -1 for the first ones
+    rows: Tensor  # [C, T] all inputs of each completion; padding repeats the row's first token
     prompts: Tensor  # [C] the causal row that each continues
+    places: Tensor  # [N] place of each packed token in the flattened causal rows and these
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class Packing(Context):
 
     ids: Tensor  # [N] int64, the packed tokens
     positions: Tensor  # [N] int64, the position of each in its own text
-    parents: Tensor  # [N] int64, the packed token before each in its text; -1 for the first ones
     sources: Tensor  # [M] packed tokens whose next token is predicted
     targets: Tensor  # [M] that next token
     index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
@@ -76,8 +76,7 @@ class Packing(Context):
     causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
     completion_rows: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
-    scan_rows: ScanRows | None  # None if no completion adds a token
-    unscan: Tensor  # [N] as `unpad`, in the causal rows and the scan rows
+    state_rows: Callable[[], StateRows]  # made when a layer asks for it
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attended = [attend_in_rows(self.causal_rows, window, q, k, v)]
@@ -87,18 +86,17 @@ class Packing(Context):
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32
-        return take_previous(at_least_fp32(inputs), ancestors(self.parents, number))
+        return take_previous(at_least_fp32(inputs), self.state_rows().parents, number)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         """Run a scan along each prompt, and from its end along each completion."""
         run = partial(scan_rows, scan, inputs=at_least_fp32(inputs), positions=self.positions)
-        outputs, states = run(states=None, rows=self.causal_rows)
-        scanned = [outputs]
-        if self.scan_rows is not None:
-            states = states.index_select(0, self.scan_rows.prompts)
-            outputs, _ = run(states=states, rows=self.scan_rows.rows, needs="outputs")
-            scanned.append(outputs)
-        return torch.cat([rows.flatten(0, 1) for rows in scanned]).index_select(0, self.unscan)
+        own = self.state_rows()
+        of_prompts, states = run(states=None, rows=self.causal_rows)
+        states = states.index_select(0, own.prompts)
+        of_completions, _ = run(states=states, rows=own.rows, needs="outputs")
+        outputs = torch.cat([of_prompts.flatten(0, 1), of_completions.flatten(0, 1)])
+        return outputs.index_select(0, own.places)
 
     @classmethod
     def of(cls, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> "Packing":
@@ -110,7 +108,7 @@ class Packing(Context):
         causal_rows: list[np.ndarray] = []
         added_rows: list[AddedRow] = []
         scanned: list[np.ndarray] = []  # the tokens of each added row after its prompt
-        scanned_after: list[int] = []  # the causal row of that prompt
+        continued: list[int] = []  # the causal row of that prompt
         num_tokens = 0
         num_predictions = 0
         for prompt in prompts:
@@ -124,7 +122,7 @@ class Packing(Context):
                 keys = added.keys + num_tokens
                 added_rows.append(AddedRow(queries, keys))
                 scanned.append(keys[len(prompt.causal_rows[0]) :])
-                scanned_after.append(len(causal_rows) - 1)
+                continued.append(len(causal_rows) - 1)
             num_tokens += len(prompt.ids)
             num_predictions += len(prompt.sources)
         targets = [prompt.targets for prompt in prompts]
@@ -143,15 +141,22 @@ class Packing(Context):
             last = positions[queries]
             completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
             padded_queries.append(queries)
-        rows_of_scan = None
-        padded_scans = [padded_queries[0]]
-        if scanned:
-            padded_scans.append(_padded(scanned))
-            rows_of_scan = ScanRows(on_device(padded_scans[1]), on_device(scanned_after))
+
+        # 3. What only layers with a state read.
+        @cache
+        def state_rows() -> StateRows:
+            rows = _padded(scanned)
+            places = _first_places([padded_queries[0], rows])
+            return StateRows(
+                parents=on_device(np.concatenate(parents)),
+                rows=on_device(rows),
+                prompts=on_device(continued, dtype=torch.int64),
+                places=on_device(places),
+            )
+
         return cls(
             ids=on_device(np.concatenate([prompt.ids for prompt in prompts])),
             positions=on_device(positions),
-            parents=on_device(np.concatenate(parents)),
             sources=on_device(np.concatenate(sources)),
             targets=on_device(np.concatenate(targets)),
             index=on_device(np.stack(indices)),
@@ -159,8 +164,7 @@ class Packing(Context):
             causal_rows=on_device(padded_queries[0]),
             completion_rows=completion_rows,
             unpad=on_device(_first_places(padded_queries)),
-            scan_rows=rows_of_scan,
-            unscan=on_device(_first_places(padded_scans)),
+            state_rows=state_rows,
         )
 
 
@@ -239,7 +243,7 @@ def pack_prompt(
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Rows padded on the right with their first entry, `[C, T]`."""
-    longest = max(len(row) for row in rows)
+    longest = max((len(row) for row in rows), default=1)
     padded = np.empty((len(rows), longest), dtype=np.int64)
     for n, row in enumerate(rows):
         padded[n] = row[0]

@@ -27,7 +27,7 @@ def role_of(module: nn.Module, name: str) -> Role:
         return "embedding"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return "scale"
-    role: Role = module.roles[name]  # type: ignore[index, assignment]
+    role: Role = module.role  # type: ignore[assignment]
     return role
 
 

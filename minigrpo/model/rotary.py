@@ -71,11 +71,6 @@ def yarn_range(scaling: YarnScaling, theta: float, size: int) -> tuple[float, fl
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(theta))
 
-    low = number_with(scaling.beta_fast)
-    high = number_with(scaling.beta_slow)
-    if scaling.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, size - 1)
+    low = max(math.floor(number_with(scaling.beta_fast)), 0)
+    high = min(math.ceil(number_with(scaling.beta_slow)), size - 1)
     return low, high + (0.001 if low == high else 0.0)

@@ -50,7 +50,6 @@ class YarnScaling:
     beta_fast: PositiveFinite = 32.0
     beta_slow: PositiveFinite = 1.0
     attention_factor: PositiveFinite = 1.0  # of what is rotated
-    truncate: bool = True  # interpolation begins and ends at whole numbers
     llama_4_scaling_beta: FiniteFloat = 0.0  # of queries beyond the original context: none are here
     rope_type: Literal["yarn"] = "yarn"
 

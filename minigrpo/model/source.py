@@ -1,12 +1,6 @@
 """What --model, --reference, --teacher and rewards name: a model, whose weights are read on use.
 
-    shipped           the model that ships for the task
-    scratch           random weights, for any tokenizer
-    FOLDER of a run   its newest checkpoint, or its last weights
-    FOLDER of PEFT's  adapters, and the base that they name
-    FOLDER or FILE    weights as Hugging Face lays them out; a config.json alone is random weights
-    ORG/NAME          the same on the Hub; ORG/NAME@REVISION is one revision of it
-
+The first table of docs/models.md has the forms of a name.
 A look-up reads small files. `load` and `start` alone read weights, or fetch them from the Hub.
 """
 

@@ -1,12 +1,9 @@
 """A run's folder: make or reopen it, lock it, load what --resume names, save checkpoints.
 
-    config.toml  metrics.jsonl  eval.jsonl  held_out.jsonl  samples.jsonl  summary.json
-    model.safetensors (with --lora-rank: adapter_model.safetensors, adapter_config.json)
-    checkpoints/step_NNNNNN/  hung_call.txt  tensorboard/  profile/  track_id
-
-A folder belongs to one run: `--resume auto` goes on in it, and a branch from an earlier step needs
-another folder. So a start removes nothing but log lines of steps that it makes again. A checkpoint
-is the first file: a folder with any other, but no whole checkpoint, has lost its own.
+docs/running.md lists its files. A folder belongs to one run: `--resume auto` goes on in it, and a
+branch from an earlier step needs another folder. So a start removes nothing but log lines of steps
+that it makes again. A checkpoint is the first file: a folder with any other, but no whole
+checkpoint, has lost its own.
 """
 
 import fcntl

@@ -58,7 +58,9 @@ class Decoder:
         self.columns = 0  # columns of own_kv that are in use
 
         attending = model.shape.attention_layers
-        self.windows = {layer.window for layer in attending.values()}
+        longest_text = capacity.prompt_len + capacity.columns
+        windows = {layer.window for layer in attending.values()}
+        self.windows = {window for window in windows if 0 < window < longest_text}
         self.place_in_cache = {number: place for place, number in enumerate(attending)}
         self.states = SlotStates(self.most_slots, capacity.tokens, model.device)
 
@@ -180,7 +182,7 @@ class Decoder:
         sees_own = own <= columns[..., None]
         visible = torch.cat([sees_prompt, sees_own], dim=-1)
         masks = {0: ~visible[:, None, None]}
-        for window in self.windows - {0}:
+        for window in self.windows:
             age_in_prompt = positions[..., None] - in_prompt
             age_of_own = columns[..., None] - own
             is_old = torch.cat([age_in_prompt, age_of_own], dim=-1) >= window
@@ -250,8 +252,8 @@ class Decoder:
 
         # 1. Copy the slots that another slot continues.
         copies = np.flatnonzero(sources != np.arange(len(sources)))
-        copy_rows(self.own_kv[..., : self.columns, :], sources[copies], copies, dim=2)
-        self.states.copy(sources[copies], copies)
+        copy_rows([self.own_kv[..., : self.columns, :]], sources[copies], copies, dim=2)
+        copy_rows(self.states.caches(), sources[copies], copies, dim=0)
 
         # 2. Prompts without slots leave, and the last prompts move into the gaps: if 0, 2 and 3 of
         #    four prompts are still in use, prompt 3 moves to place 1.
@@ -259,7 +261,7 @@ class Decoder:
         used = np.unique(prompt_of_slot)
         gaps = np.setdiff1d(np.arange(len(used)), used)
         movers = used[used >= len(used)]
-        copy_rows(self.prompt_kv, movers, gaps, dim=2)
+        copy_rows([self.prompt_kv], movers, gaps, dim=2)
         prompt_len = self.prompt_len.copy()
         prompt_len[gaps] = prompt_len[movers]
         new_place = np.arange(len(self.prompt_len))
@@ -306,7 +308,7 @@ class PromptContext(TextRows):
 
 
 class StepContext(Context):
-    """The new tokens of all slots, at `columns [B, W]`; `masks` by window."""
+    """The new tokens of all slots, at `columns [B, W]`; `masks` by window, 0 for longer ones."""
 
     def __init__(self, decoder: Decoder, columns: Tensor, masks: Mapping[int, Tensor]) -> None:
         self.decoder = decoder
@@ -314,7 +316,8 @@ class StepContext(Context):
         self.masks = masks
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.decoder.attend(layer, self.columns, self.masks[window], q, k, v)
+        mask = self.masks.get(window, self.masks[0])
+        return self.decoder.attend(layer, self.columns, mask, q, k, v)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         in_slots = inputs.unflatten(0, self.columns.shape)

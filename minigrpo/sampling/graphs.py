@@ -29,11 +29,12 @@ def copy_into(buffer: Tensor, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
     return used.split([len(array) for array in arrays])
 
 
-def copy_rows(cache: Tensor, sources: np.ndarray, targets: np.ndarray, dim: int) -> None:
-    """Copy rows of a cache to other rows; all are read before any is written."""
-    if len(targets):
-        rows = torch.from_numpy(np.stack([sources, targets])).to(cache.device)
-        cache.index_copy_(dim, rows[1], cache.index_select(dim, rows[0]))
+def copy_rows(caches: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray, dim: int) -> None:
+    """Copy rows of each cache to other rows; all are read before any is written."""
+    if caches and len(targets):
+        rows = torch.from_numpy(np.stack([sources, targets])).to(caches[0].device)
+        for cache in caches:
+            cache.index_copy_(dim, rows[1], cache.index_select(dim, rows[0]))
 
 
 def capturing() -> Callable[[Action], Action]:

@@ -7,12 +7,10 @@ inputs, and a step replays those of them that were kept. Tables never move in me
 Shapes: B slots, W tokens per slot and step, inputs of width C or F.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..model.context import Scan
-from .graphs import copy_rows
 
 
 class SlotStates:
@@ -38,6 +36,8 @@ class SlotStates:
 
     def begin(self, columns: Tensor) -> None:
         """Begin a step whose tokens are at `columns [B, W]`."""
+        if not any(self.tables):
+            return
         last = self.columns[: len(columns)]
         self.replayed = self.width
         self.kept = (columns[:, 0] - last).clamp(0, self.width)  # [B] of the last tokens
@@ -65,9 +65,7 @@ class SlotStates:
         inputs[:, :width] = new
         return scan(states, new, "outputs")[0]
 
-    def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy slots to other slots."""
-        copy_rows(self.columns, sources, targets, dim=0)
-        for table in self.tables:
-            for rows in table.values():
-                copy_rows(rows, sources, targets, dim=0)
+    def caches(self) -> list[Tensor]:
+        """All that has a row for each slot."""
+        rows = [rows for table in self.tables for rows in table.values()]
+        return [self.columns, *rows] if rows else []

@@ -37,7 +37,12 @@ CARD_SPARE = 2**30  # bytes for CUDA's context, about half of it, and gaps betwe
 
 
 def kept_by_block(
-    shape: ModelShape, layer: LayerShape, size: int, tokens: float, keys: float, length: int
+    shape: ModelShape,
+    layer: LayerShape,
+    size: int,
+    tokens: float,
+    keys: float,
+    length: int,
 ) -> float:
     """Bytes that autograd keeps of a block, of `size` bytes per number in activations.
 
@@ -58,7 +63,11 @@ def kept_by_block(
     return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
 
 
-def kept_by_state(shape: ModelShape, layer: ShortConvShape | GatedDeltaShape, length: int) -> float:
+def kept_by_state(
+    shape: ModelShape,
+    layer: ShortConvShape | GatedDeltaShape,
+    length: int,
+) -> float:
     """Bytes per token that autograd keeps of a mixer with a state, for a text of a `length`."""
     kept: dict[int, UntypedStorage] = {}
 
@@ -112,11 +121,12 @@ def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str,
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
     add_adapters(model, config.model.lora_rank, targets=config.model.lora_targets)
-    named = [*model.named_parameters()]
+    named = dict(model.named_parameters())
     role = roles(model)
-    weights = [x for _, x in named]
+    weights = named.values()
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
-    matrices = sum(x.numel() for name, x in named if role[name] in LARGE and x.itemsize == FLOAT)
+    large = [x for name, x in named.items() if role[name] in LARGE]
+    matrices = sum(x.numel() for x in large if x.itemsize == FLOAT)
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     components = {
         "weights": sum(x.nbytes for x in weights),
