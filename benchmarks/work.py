@@ -285,7 +285,7 @@ class Step:
             packed = pack(batch.completions, self.config.speed.packing)
             batch = replace(batch, packed=packed)
             pieces = batch.split(self.config.memory.micro_batch_size or len(batch))
-            logps = [self.learner.forward(piece).logp for piece in pieces]
+            logps = [self.learner.forward(piece, "none").logp for piece in pieces]
             total = sum(float(logp.double().sum()) for logp in logps)
         self.learner.gradient(*self.learner.prepare(batch))
         weights = self.model.parameters()

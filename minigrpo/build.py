@@ -12,12 +12,13 @@ from .guard import OOMBackoff
 from .identity import record_checksum
 from .model import lora
 from .model.frozen_model import FrozenModel
+from .model.inference import InferenceCopy
 from .model.source import ModelSource, fit_vocab
 from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
 from .rewards.scorer import RewardScorer
 from .run.console import Console
-from .runtime.device import autocast, low_precision_copy
+from .runtime.device import autocast, product_dtype
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF
 from .task import Task
@@ -155,7 +156,8 @@ class FrozenModels:
             model = model.to(self.policy.device)
             record_checksum(self.checksums, label, dict(model.named_parameters()))
         if not shares_weights:
-            model = low_precision_copy(config.speed, model.requires_grad_(False))
+            frozen = model.requires_grad_(False)
+            model = InferenceCopy(frozen, product_dtype(config.speed)).model
         size = config.memory.micro_batch_size
         return FrozenModel(
             model,

@@ -1,7 +1,7 @@
 """The update: from a batch of completions to new weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,7 @@ from . import losses
 from .config import Config
 from .guard import Diverged, NonFiniteGuard, OOMBackoff, largest_weight
 from .losses import LossNormalizer, LossSpec
+from .model.logprobs import Entropy
 from .model.lora import load_trained_state, trained_state
 from .model.packing import Packing, pack
 from .model.transformer import Predictions, Transformer
@@ -39,6 +40,7 @@ class Learner:
     loss: LossSpec
     dist: DistContext
     warn: Warn
+    release: Callable[[], bool] = lambda: False  # frees what rollouts keep: see OOMBackoff
 
     def __post_init__(self) -> None:
         config = self.config
@@ -50,7 +52,8 @@ class Learner:
         bounds = {"low": settings.clip_low, "high": settings.clip_high, "cap": settings.ratio_cap}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         self.loss = replace(self.loss, clip=replace(self.loss.clip, **given))
-        self.learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
+        learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
+        self.entropy: Entropy = "learnt" if learns_entropy else "measured"
 
         # separate modules that share the parameters: the sampler's, whose shapes vary, must not be
         # compiled
@@ -62,7 +65,7 @@ class Learner:
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(self.model, config)
         size = config.memory.micro_batch_size
-        self.backoff = OOMBackoff("update", "--micro-batch-size", size, self.warn)
+        self.backoff = OOMBackoff("update", "--micro-batch-size", size, self.warn, self.release)
         self.steps_done = 0
         self.in_update = False  # if so, the weights belong to no step
 
@@ -137,7 +140,7 @@ class Learner:
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_micro_batches(size: int) -> Tensor:
-            return torch.cat([self.forward(each).logp.cpu() for each in batch.split(size)])
+            return torch.cat([self.forward(each, "none").logp.cpu() for each in batch.split(size)])
 
         return self.backoff.run(in_micro_batches, len(batch))
 
@@ -168,7 +171,8 @@ class Learner:
         """A micro-batch's share of the step's loss, and its metrics for `_total`."""
         settings = self.config.loss
         # 1. The log-probs of the policy now, and before the step's first update.
-        trainer_logp, entropy = self.forward(micro_batch)
+        trainer_logp, entropy = self.forward(micro_batch, self.entropy)
+        assert entropy is not None
         micro_batch = micro_batch.to(self.device)
         completions = micro_batch.completions
         mask = completions.completion_mask
@@ -200,7 +204,7 @@ class Learner:
                 completions.truncated_sampler_logp,
                 mask,
             ),
-            entropy=entropy if self.learns_entropy else None,
+            entropy=entropy if self.entropy == "learnt" else None,
             added=-settings.entropy_coef * entropy if settings.entropy_coef else None,
         )
 
@@ -218,12 +222,12 @@ class Learner:
             metrics[LARGEST_GAP] = gap.max()
         return loss, metrics
 
-    def forward(self, micro_batch: RolloutBatch) -> Predictions:
+    def forward(self, micro_batch: RolloutBatch, entropy: Entropy) -> Predictions:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
         assert micro_batch.packed is not None  # by `prepare`
         packing = Packing.of(micro_batch.packed, self.device)
         with autocast(self.config.speed, self.device):
-            return self.wrapped(packing, self.config.sampling.temperature, self.learns_entropy)
+            return self.wrapped(packing, self.config.sampling.temperature, entropy)
 
     def _total(self, measured: Sequence[Metrics]) -> Metrics:
         """The metrics of all micro-batches and processes: sums, means over tokens, or maxima."""

@@ -88,7 +88,9 @@ class Trainer:
         if dist.world_size > 1:
             dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
-        self.learner = Learner(config, self.model, loss, dist, console.warn)
+        self.learner = Learner(
+            config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
+        )
         self.sampler = make_sampler(job, self.model, console.warn)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()

@@ -156,6 +156,7 @@ def emulated() -> Iterator[EmulatedDevice]:
     one = ["is_available", "device_count", "is_bf16_supported"]
     answers = {name: lambda *_, **__: 0 for name in zero} | {name: lambda **_: 1 for name in one}
     answers["mem_get_info"] = lambda *_: (2**34, 2**34)
+    answers["get_device_capability"] = lambda *_: (7, 0)
     answers["get_device_name"] = lambda: "emulated"
     answers["synchronize"] = lambda *_: device.reads.update([f"synchronize at {place()}"])
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) dispatches its copy

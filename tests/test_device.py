@@ -11,16 +11,17 @@ from torch import Tensor
 
 from minigrpo import Config, Transformer
 from minigrpo.model import transformer
+from minigrpo.model.inference import InferenceCopy
 from minigrpo.model.shape import ModelShape
 from minigrpo.optimizer import grad_scaler
 from minigrpo.runtime import device as layers
 
-from .steps import attending
+from .steps import SHAPES, attending
 from .tiny import refused
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(vocab_size=23, context=40, layers=attending(2), width=16, heads=2)
-IDS = torch.arange(24).reshape(2, 12) % 23
+IDS = torch.arange(24).reshape(2, 12) % 12
 config = Config.of
 
 
@@ -55,16 +56,26 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
     assert not grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
 
 
-def test_a_low_precision_copy_of_frozen_weights_gives_autocasts_numbers() -> None:
-    speed, model = config(use_amp=True).speed, Transformer(SHAPE, seed=1)
+@pytest.mark.parametrize("shape", [SHAPE, *SHAPES.values()])
+def test_an_inference_copy_gives_the_numbers_of_autocast(shape: ModelShape) -> None:
+    speed = config(use_amp=True).speed
+    model = Transformer(shape, seed=1)
     model.h[0].requires_grad_(False)
-    low = layers.low_precision_copy(speed, model)
-    cast = [name for name, p in low.named_parameters() if p.dtype == torch.bfloat16]
-    assert cast and all(name.startswith("h.0") for name in cast)
-    pairs = zip(model.named_parameters(), low.parameters(), strict=True)
-    assert all((a is b) == (name not in cast) for (name, a), b in pairs)
-    with torch.no_grad(), layers.autocast(speed, CPU):
-        assert torch.equal(low.logits(IDS), model.logits(IDS))
+    copied = InferenceCopy(model, layers.product_dtype(speed))
+    own = dict(model.named_parameters())
+    for name, parameter in copied.model.named_parameters():
+        assert (parameter is own.get(name)) == (parameter.dtype == torch.float32)
+    places = [x.data_ptr() for x in copied.model.parameters()]
+    for is_fresh in (True, False, True):
+        if is_fresh:
+            copied.refresh()
+        with torch.no_grad(), layers.autocast(speed, CPU):
+            same = torch.equal(copied.model.logits(IDS), model.logits(IDS))
+        assert same == is_fresh
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += parameter.requires_grad * torch.randn_like(parameter)
+    assert places == [x.data_ptr() for x in copied.model.parameters()]
 
 
 @pytest.mark.parametrize("option", ["gradient_checkpointing", "compile_model"])

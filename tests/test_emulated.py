@@ -25,12 +25,12 @@ import torch
 
 from minigrpo import Config, Trainer
 from minigrpo.learner import Learner
-from minigrpo.model.shape import AttentionShape, Rope
+from minigrpo.model.shape import AttentionShape, ModelShape, Rope
 from minigrpo.model.transformer import Transformer
 from minigrpo.sampling.generate import Generation
 
 from .emulated import EmulatedDevice, emulated
-from .steps import DELTA, SHAPES
+from .steps import DELTA, SHAPES, attending
 from .test_resume import lines
 from .tiny import ROOT, TINY, read_json, tiny_chat_model, tiny_chess_model
 
@@ -61,6 +61,7 @@ OPTIONS = {
     "amp-lora": {"use_amp": True, "lora_rank": 2, "base_dtype": "bfloat16", "model": "CHAT"},
     "amp-nf4": {"use_amp": True, "lora_rank": 2, "base_dtype": "nf4", "micro_batch_size": 2},
     "float16": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
+    "many-layers": {"model": "QWEN", "use_amp": True, "kl_coef": 0, "num_speculative_tokens": 0},
 }
 TASKS = {
     "chess": {"task": "examples/chess_games.py", "data": "tests/golden/games.pgn"},
@@ -77,10 +78,22 @@ TASKS = {
 # One layer more adds 28 to a round (plain 25, LoRA 44, with NF4 60) and 183 to an update (plain
 # 222, LoRA 196 per iteration, NF4 with checkpointing 285).
 LAUNCHES = {"default": (152, 600), "plain": (118, 722), "lora": (187, 1232), "nf4": (225, 800)}
+LAUNCHES |= {"many-layers": (900, 5000)}
 # Host reads of an update are two: whether it is finite, and its metrics. More are for iterations,
 # their old log-probs, moments that move to the host, the scale of float16.
 READS = {"iterations": 5, "lora": 4, "guess": 6, "memory": 3, "float16": 6}
 DIALOGUES = "guess", "tool"
+# as many layers, and all kinds of parts, as Qwen2.5-0.5B
+QWEN = ModelShape(
+    vocab_size=360,
+    context=192,
+    layers=attending(24, rope=Rope(1e6)),
+    width=16,
+    heads=4,
+    family="qwen2",
+    mlp_width=24,
+    kv_heads=2,
+)
 
 
 def settings(name: str, folder: Path) -> dict[str, Any]:
@@ -102,6 +115,7 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
         "CHAT": tiny_chat_model(folder / "chat"),
         "GEMMA": folder / "gemma",
         "HYBRID": folder / "hybrid",
+        "QWEN": folder / "qwen",
     }
     layers = (DELTA, AttentionShape(rope=Rope(50.0, fraction=0.5)))
     hybrid = replace(SHAPES["hybrid"], vocab_size=360, context=192, layers=layers)
@@ -109,6 +123,7 @@ def settings(name: str, folder: Path) -> dict[str, Any]:
     Transformer(replace(SHAPES["grouped-query"], vocab_size=360, context=192)).export(
         models["GEMMA"]
     )
+    Transformer(QWEN).export(models["QWEN"])
     config = models["TWO LAYERS"] / "config.json"
     config.write_text(json.dumps({**read_json(config), "n_layer": 2}))
     case = {"model": "TWO LAYERS", "max_new_tokens": 4, **SUMS, **OPTIONS[name]}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.transformer import Transformer
+from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Capacity, Decoder
+from minigrpo.sampling.generate import MOST_UNSEEN, Generation
 from minigrpo.sampling.graphs import RoundGraphs, next_size
+from minigrpo.sampling.sequences import RoundState
 from minigrpo.settings import SamplingConfig
 from minigrpo.types import Completions
 
-from .steps import SHAPES, VOCAB, make_completions
+from .steps import EOS, SHAPES, VOCAB, make_completions
 from .test_decoding import prompts as prompts
 from .test_decoding import started
-from .test_sampling import completed, generate, make_sampler
+from .test_sampling import EXAMPLES, completed, generate, make_sampler
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
@@ -68,7 +72,7 @@ def recorded() -> tuple[RoundGraphs, Counter[str]]:
 
         return replay
 
-    return RoundGraphs(capture), done
+    return RoundGraphs(lambda: capture), done
 
 
 DRAFTS = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB, "num_speculative_tokens": 4}
@@ -93,8 +97,7 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     plain = without.run()
     found = with_graphs.run()
     assert done["replayed"] > 0
-    assert with_graphs.rounds == without.rounds
-    assert with_graphs.tokens == without.tokens
+    assert 0 <= with_graphs.rounds - without.rounds < MOST_UNSEEN
     assert with_graphs.rounds == len(graphs.begun) + done["captured"] + done["replayed"]
     assert torch.equal(found.completion_ids, plain.completion_ids)
     assert torch.equal(found.completion_mask, plain.completion_mask)
@@ -143,3 +146,102 @@ def test_what_fills_a_round_up_does_not_lengthen_the_completions() -> None:
         for how in (None, graphs)
     )
     assert torch.equal(found.completion_ids, plain.completion_ids)
+
+
+def test_a_job_records_nothing_from_its_fourth_step_on() -> None:
+    """Prompts, random numbers and weights change, and tokens are those of a generation anew."""
+    model = Transformer(SHAPES["grouped-query"], seed=1)
+    graphs, done = recorded()
+    kept = None
+    made = []
+    for step in range(5):
+        prompts = make_completions(step, prompts=4)
+        draw = torch.Generator().manual_seed(step)
+        numbers = torch.rand(4, 3, 20, generator=draw)
+        if kept is None:
+            kept = started(model, prompts, graphs=graphs, uniforms=numbers)
+        else:
+            kept.begin(prompts.prompt_ids, prompts.prompt_len, numbers, None, 4)
+        before = len(graphs.begun) + done["captured"]
+        found = kept.run()
+        made.append(len(graphs.begun) + done["captured"] - before)
+        plain = started(model, prompts, uniforms=numbers).run()
+        assert torch.equal(found.completion_ids, plain.completion_ids)
+        assert torch.equal(found.completion_mask, plain.completion_mask)
+        assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.01 * torch.randn(parameter.shape, generator=draw)
+    assert made[0] > 0 == made[3] == made[4]
+
+
+@pytest.mark.parametrize(("stops", "most_reads"), [((), 12), ((EOS,), 65)])
+def test_the_host_looks_seldom_while_no_slot_can_split(
+    prompts: Completions,
+    monkeypatch: pytest.MonkeyPatch,
+    stops: tuple[int, ...],
+    most_reads: int,
+) -> None:
+    """And what sequences that have ended do meanwhile is dropped."""
+    length = 300
+    options = {
+        "max_new_tokens": length,
+        "uniforms": torch.rand(6, 3, length, generator=torch.Generator().manual_seed(0)),
+        "stops": stops,
+    }
+    reads = []
+    read = Generation._read_state
+
+    def watched(self: Generation) -> RoundState:
+        reads.append(self.rounds)
+        return read(self)
+
+    monkeypatch.setattr(Generation, "_read_state", watched)
+    model = Transformer(replace(SHAPES["gpt2"], context=length + 40), seed=1)
+    with_graphs = started(model, prompts, graphs=recorded()[0], **options)
+    found = with_graphs.run()
+    assert sum(number > with_graphs.rounds - 64 for number in reads) <= most_reads
+    assert len(reads) < with_graphs.rounds
+    plain = started(model, prompts, **options).run()
+    assert torch.equal(found.completion_ids, plain.completion_ids)
+    assert torch.equal(found.completion_mask, plain.completion_mask)
+
+
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
+    monkeypatch: pytest.MonkeyPatch, use_amp: bool
+) -> None:
+    graphs, done = recorded()
+    monkeypatch.setattr(sampler_module, "capturing", graphs.capturing)
+    sampler = make_sampler(use_amp=use_amp)
+    sampler.model.float()
+    sampler.has_graphs = True
+
+    def of_step() -> tuple[int, int]:
+        """Captures of a step; the completions are those of a sampler that keeps nothing."""
+        before = done["captured"], done["replayed"]
+        found = completed(sampler)
+        work = done["captured"] - before[0], done["replayed"] - before[1]
+        fresh = make_sampler(use_amp=use_amp)
+        fresh.model.load_state_dict(sampler.model.float().state_dict())
+        fresh.model.float()
+        assert torch.equal(found.completion_ids, completed(fresh).completion_ids)
+        with torch.no_grad():
+            for parameter in sampler.model.parameters():
+                parameter *= 1.01
+        return work
+
+    steps = [of_step() for _ in range(4)]
+    assert steps[0][0] > 0
+    assert steps[3][0] == 0 < steps[3][1]
+    (training,) = sampler.generations.values()
+    sampler.complete(
+        EXAMPLES, num_samples=1, uniforms=None, sampling=SamplingConfig(), batch_size=0
+    )
+    assert len(sampler.generations) == 2
+    assert training in sampler.generations.values()
+    assert sampler.release()
+    assert not sampler.release()
+    assert of_step()[0] > 0
+    assert not sampler.generations
+    assert sampler.copy is None

@@ -1,11 +1,14 @@
 """Packings: both give the log-probs of the plain forward, and the tree runs each prefix once."""
 
 import doctest
+import itertools
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -100,7 +103,7 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
         trained = model.for_training(checkpointing=chunked, compiled=False)
         for name in ("repeated", "prefix-tree"):
-            found = trained(Packing.of(pack(completions, name)), 0.7)
+            found = trained(Packing.of(pack(completions, name)), 0.7, "measured")
             assert_close(found.logp, expected, **CLOSE)
             assert_close(found.entropy, entropy, **CLOSE)
             assert not found.entropy.requires_grad
@@ -124,12 +127,56 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
 
 
+def varlen(q: Tensor, k: Tensor, v: Tensor, *rows: Any, window_size: Any, **_: Any) -> Tensor:
+    """What torch's varlen_attn documents, row by row."""
+    query_starts, key_starts, *longest = rows
+    before, after = window_size
+    attended = []
+    bounds = zip(query_starts.tolist(), key_starts.tolist(), strict=True)
+    for (q0, k0), (q1, k1) in itertools.pairwise(bounds):
+        assert q1 - q0 <= longest[0]
+        assert k1 - k0 <= longest[1]
+        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        keys = torch.arange(k1 - k0)
+        seen = (keys <= last + after) & ((keys >= last - before) | (before < 0))
+        repeats = q.shape[1] // k.shape[1]
+        key_rows, value_rows = (
+            x[k0:k1].transpose(0, 1).repeat_interleave(repeats, dim=0) for x in (k, v)
+        )
+        queries = q[q0:q1].transpose(0, 1)
+        made = F.scaled_dot_product_attention(queries, key_rows, value_rows, attn_mask=seen)
+        attended.append(made.transpose(0, 1))
+    return torch.cat(attended)
+
+
+@pytest.mark.parametrize("name", ["prefix-tree", "repeated"])
+@pytest.mark.parametrize("window", [0, 1, 5])
+def test_rows_of_any_length_have_the_attention_of_padded_ones(name: str, window: int) -> None:
+    for seed in range(10):
+        packing = Packing.of(pack(make_completions(seed, prompts=3), name))
+        draw = torch.Generator().manual_seed(seed)
+        q, k, v = (
+            torch.randn(len(packing.ids), heads, 8, generator=draw, dtype=torch.float64)
+            for heads in (4, 2, 2)
+        )
+        for x in (q, k, v):
+            x.requires_grad_()
+        slopes = torch.randn(q.shape, generator=draw, dtype=torch.float64)
+        padded = packing.padded_rows().attend(q, k, v, window)
+        found = packing.varying_rows().attend(q, k, v, window, varlen)
+        assert_close(found, padded, rtol=0, atol=1e-12)
+        expected, gradients = (
+            torch.autograd.grad((x * slopes).sum(), (q, k, v)) for x in (padded, found)
+        )
+        assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
     """One completion of 40 tokens beside 20 of 5, and 21 of equal lengths."""
     for lengths, sizes in (([40] + [5] * 20, [1, 20]), ([30] * 21, [21])):
         rows = [[number] * length for number, length in enumerate(lengths)]
         packing = Packing.of(pack(to_completions([[1, 2]], [rows])))
-        assert [len(part.queries) for part in packing.completion_rows] == sizes
+        assert [len(part.queries) for part in packing.padded_rows().added] == sizes
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
@@ -171,7 +218,7 @@ def test_chunks_under_autocast_sum_gradients_in_float32(monkeypatch: pytest.Monk
     def gradients(low: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
         inputs = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            logp, _ = token_logprobs(*inputs, targets, 1.0, False)
+            logp, _ = token_logprobs(*inputs, targets, 1.0, "measured")
         assert logp.dtype == dtype
         return torch.autograd.grad(logp.sum(), inputs)
 

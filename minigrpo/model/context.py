@@ -7,10 +7,12 @@ the trees of a training step, and decoder.py the slots of a rollout.
 
 from collections.abc import Callable
 from functools import lru_cache
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from .delta import Needs
 
@@ -113,6 +115,18 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     rows = q.unflatten(1, (-1, queries_per_key)).flatten(2, 3)  # [B, K, R * T, E]
     attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     return attended.unflatten(2, (queries_per_key, -1)).flatten(1, 2)
+
+
+def has_varying_attention(q: Tensor) -> bool:
+    """Whether torch attends to `q [N, H, E]` in rows of any length, by FlashAttention."""
+    fits = q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and device_has_varying_attention(q.device)
+
+
+@lru_cache
+def device_has_varying_attention(device: torch.device) -> bool:
+    has_groups = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 has not
+    return has_groups and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ computed in chunks, and again in the backward pass; torch's checkpoint would sav
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from .linear import autocast_dtype, has_float32_products, linear
 MAX_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # 16 and 256 MiB of float32
 # Fewest tokens per chunk: each chunk reads the whole output head and updates its whole gradient.
 SMALLEST_CHUNK = 128
+# How a pass treats the entropy of its predictions; if it is learnt, it has a gradient.
+Entropy = Literal["none", "measured", "learnt"]
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -36,15 +38,15 @@ def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, entropy: Entropy
+) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities `[M]` of next tokens, and entropies `[M]` of their distributions, in nats.
 
-    `hidden` is `[M, D]`, `head` `[V, D]`, and `targets` are the next tokens, `[M]` int64. The
-    entropy has a gradient only with `learn_entropy`.
+    `hidden` is `[M, D]`, `head` `[V, D]`, and `targets` are the next tokens, `[M]` int64.
     """
-    low = autocast_dtype(hidden)  # autocast does not apply in a custom backward
-    return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, learn_entropy)
+    low = autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # the entropy needs float32
+        return _Chunked.apply(hidden.to(low), head.to(low), targets, temperature, entropy)
 
 
 class _Chunked(torch.autograd.Function):
@@ -63,22 +65,26 @@ class _Chunked(torch.autograd.Function):
         head: Tensor,
         targets: Tensor,
         temperature: float,
-        learn_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        entropy: Entropy,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(hidden, head, targets)
         ctx.temperature = temperature
-        ctx.learn_entropy = learn_entropy
-        logp, entropy = at_least_fp32(hidden.new_empty(2, len(hidden)))
+        ctx.learns_entropy = entropy == "learnt"
+        logp, entropies = at_least_fp32(hidden.new_empty(2, len(hidden)))
         for chunk, logits in _logits_in_chunks(hidden, head, temperature):
             logps = logits.log_softmax(-1)
             of_targets = logps.gather(-1, targets[chunk, None])
             logp[chunk] = of_targets[:, 0]
-            probs = torch.exp(logps, out=logits)
-            entropy[chunk] = -probs.mul_(logps).sum(-1)
-            del logits, logps, probs  # frees the memory before the next chunk
-        if not learn_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+            if entropy != "none":
+                probs = torch.exp(logps, out=logits)
+                entropies[chunk] = -torch.einsum("mv,mv->m", probs, logps)  # in one pass
+                del probs
+            del logits, logps  # frees the memory before the next chunk
+        if entropy == "none":
+            return logp, None
+        if entropy == "measured":
+            ctx.mark_non_differentiable(entropies)
+        return logp, entropies
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,12 +94,17 @@ class _Chunked(torch.autograd.Function):
         grad_head = torch.zeros_like(head if learns_head else head[:0], dtype=grad.dtype)
         grad_hidden = torch.empty_like(hidden)
         for chunk, logits in _logits_in_chunks(hidden, head, temperature):
-            # 1. The gradient of the chunk's logits.
-            slope = logits.softmax(-1).neg_()
-            ones = torch.ones_like(slope[:, :1])
-            slope.scatter_add_(-1, targets[chunk, None], ones)
-            slope.mul_(grad[chunk, None] / temperature)
-            if ctx.learn_entropy:
+            # 1. The gradient of the chunk's logits, in 16 bits at once where only products read it.
+            probs = logits.softmax(-1)
+            slope = probs
+            if has_float32_products(hidden) and not ctx.learns_entropy:
+                slope = torch.empty_like(probs, dtype=hidden.dtype)
+            scale = grad[chunk, None] / temperature
+            target = targets[chunk, None]
+            of_targets = (1 - probs.gather(-1, target)) * scale
+            torch.mul(probs, -scale, out=slope)
+            slope.scatter_(-1, target, of_targets.to(slope.dtype))
+            if ctx.learns_entropy:
                 logps = logits.log_softmax(-1)
                 probs = torch.exp(logps, out=logits)
                 u = logps * -grad_entropy[chunk, None]
@@ -110,7 +121,7 @@ class _Chunked(torch.autograd.Function):
                 )
             elif learns_head:
                 grad_head.addmm_(slope.t(), hidden[chunk].to(slope))
-            del logits, slope, low  # frees the memory before the next chunk
+            del logits, probs, slope, low  # frees the memory before the next chunk
         return grad_hidden, grad_head.to(head) if learns_head else None, None, None, None
 
 
@@ -121,7 +132,8 @@ def _logits_in_chunks(
     size = max(SMALLEST_CHUNK, most_logits(hidden.device) // len(head))
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
-        yield chunk, logits_of(hidden[chunk], head).div_(temperature)
+        logits = logits_of(hidden[chunk], head)
+        yield chunk, logits if temperature == 1 else logits.div_(temperature)
 
 
 def most_logits(device: torch.device) -> int:

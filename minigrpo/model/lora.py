@@ -61,7 +61,7 @@ class LoRALinear(Linear):
         if self.scale == 0:
             return out
         low_rank = linear(inputs, self.lora_A)
-        return out + linear(low_rank, self.lora_B) * self.scale
+        return torch.addmm(out, low_rank, self.lora_B.t(), alpha=self.scale)
 
 
 def add_adapters(

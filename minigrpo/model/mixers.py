@@ -47,13 +47,13 @@ class Attention(nn.Module):
         out_bias = shape.attention_bias or family.biases == "all"
         q_width = shape.heads * shape.head_dim
         kv_width = shape.kv_width
-        self.widths = [q_width, kv_width, kv_width]
         self.gate = family.attention_gate
+        gate_width = q_width if self.gate == "query" else 0
+        self.widths = [q_width + gate_width, kv_width, kv_width]
         self.is_fused = family.has_fused_qkv
         if self.is_fused:
             self.qkv_proj = Linear(shape.width, sum(self.widths), bias=qkv_bias)
         else:
-            gate_width = q_width if self.gate == "query" else 0
             self.q_proj = Linear(shape.width, q_width + gate_width, bias=qkv_bias)
             self.k_proj = Linear(shape.width, kv_width, bias=qkv_bias)
             self.v_proj = Linear(shape.width, kv_width, bias=qkv_bias)
@@ -94,9 +94,8 @@ class Attention(nn.Module):
     def mix(self, context: Context, rotations: Rotations, *projected: Tensor) -> Tensor:
         q, k, v, *gate = projected
         if self.rope:
-            rotate = rotations[self.rope]
-            q = rotate(q)
-            k = rotate(k)
+            both = rotations[self.rope](torch.cat([q, k], dim=1))
+            q, k = both.split([q.shape[1], k.shape[1]], dim=1)
         q = times(q, self.query_scale)
         attended = context.attend(self.number, self.window, q, k, v)
         if gate:
@@ -226,19 +225,20 @@ class MLP(nn.Module):
             self.activation = gelu
         bias = shape.mlp_bias or family.biases == "all"
         from_width = partial(Linear, shape.width, bias=bias)
-        self.gate = family.gate
-        if self.gate == "fused":
+        self.has_gate = family.gate != "none"
+        self.is_fused = family.gate == "fused"
+        if self.is_fused:
             self.gate_up_proj = from_width(2 * shape.mlp_width)
-        if self.gate == "own":
-            self.gate_proj = from_width(shape.mlp_width)
-        if self.gate != "fused":
+        else:
+            if self.has_gate:
+                self.gate_proj = from_width(shape.mlp_width)
             self.up_proj = from_width(shape.mlp_width)
         self.down_proj = Linear(shape.mlp_width, shape.width, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.gate == "none":
+        if not self.has_gate:
             return self.down_proj(self.activation(self.up_proj(hidden)))
-        if self.gate == "fused":
+        if self.is_fused:
             gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
         else:
             gate = self.gate_proj(hidden)

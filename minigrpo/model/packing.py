@@ -9,16 +9,19 @@ example.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
     attend_in_rows,
+    has_varying_attention,
     make_mask,
     scan_rows,
     sdpa,
@@ -54,10 +57,58 @@ class CompletionRows:
 
 
 @dataclass(frozen=True)
+class PaddedRows:
+    """Attention within padded rows, first of texts by themselves and then of what is added."""
+
+    causal: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
+    added: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
+    unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        attended = [attend_in_rows(self.causal, window, q, k, v)]
+        for added in self.added:
+            attended.append(added.attend(q, k, v, window))
+        return torch.cat([rows.flatten(0, 1) for rows in attended]).index_select(0, self.unpad)
+
+
+@dataclass(frozen=True)
+class VaryingRows:
+    """Attention as one call, of C rows of any length: the packed tokens in their order."""
+
+    query_starts: Tensor  # [C + 1] int32, where the queries of each row begin
+    keys: Tensor  # [L] places of the packed tokens that each row attends to, row after row
+    key_starts: Tensor  # [C + 1] int32, where those of each row begin
+    longest: tuple[int, int]  # the most queries and keys of a row
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int,
+        attention: Callable[..., Any] = varlen_attn,
+    ) -> Tensor:
+        """The last query of a row sees all of its keys, and each one before it a key less."""
+        keys, values = (at_least_fp32(x).index_select(0, self.keys).to(q.dtype) for x in (k, v))
+        before = window - 1 if window else -1  # -1 is no limit
+        return attention(
+            q,
+            keys,
+            values,
+            self.query_starts,
+            self.key_starts,
+            *self.longest,
+            window_size=(before, 0),
+            enable_gqa=True,
+        )
+
+
+@dataclass(frozen=True)
 class StateRows:
     """What layers with a state read of a packing."""
 
     parents: Tensor  # [N] int64, the packed token before each in its text; -1 for the first ones
+    causal: Tensor  # [C', T'] the rows of texts by themselves
     rows: Tensor  # [C, T] all inputs of each completion; padding repeats the row's first token
     prompts: Tensor  # [C] the causal row that each continues
     places: Tensor  # [N] place of each packed token in the flattened causal rows and these
@@ -73,16 +124,14 @@ class Packing(Context):
     targets: Tensor  # [M] that next token
     index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
     mask: Tensor  # [P, G, S] bool
-    causal_rows: Tensor  # [C, T] into the packed tokens; padding repeats the row's first token
-    completion_rows: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
-    unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
-    state_rows: Callable[[], StateRows]  # made when a layer asks for it
+    # What layers read, made when the first one asks for it.
+    padded_rows: Callable[[], PaddedRows]
+    varying_rows: Callable[[], VaryingRows]
+    state_rows: Callable[[], StateRows]
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attended = [attend_in_rows(self.causal_rows, window, q, k, v)]
-        for added in self.completion_rows:
-            attended.append(added.attend(q, k, v, window))
-        return torch.cat([rows.flatten(0, 1) for rows in attended]).index_select(0, self.unpad)
+        rows = self.varying_rows() if has_varying_attention(q) else self.padded_rows()
+        return rows.attend(q, k, v, window)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32
@@ -92,7 +141,7 @@ class Packing(Context):
         """Run a scan along each prompt, and from its end along each completion."""
         run = partial(scan_rows, scan, inputs=at_least_fp32(inputs), positions=self.positions)
         own = self.state_rows()
-        of_prompts, states = run(states=None, rows=self.causal_rows)
+        of_prompts, states = run(states=None, rows=own.causal)
         states = states.index_select(0, own.prompts)
         of_completions, _ = run(states=states, rows=own.rows, needs="outputs")
         outputs = torch.cat([of_prompts.flatten(0, 1), of_completions.flatten(0, 1)])
@@ -130,28 +179,49 @@ class Packing(Context):
             sources = [np.array([0])]
             targets = [np.array([0])]
 
-        # 2. The padded rows of attention.
-        on_device = partial(torch.tensor, device=device)
+        # 2. What layers read.
+        on_device = partial(to_device, device=torch.device(device))
         positions = np.concatenate([prompt.positions for prompt in prompts])
-        padded_queries = [_padded(causal_rows)]
-        completion_rows: list[CompletionRows] = []
-        for rows in _split_by_length(added_rows):
-            queries = _padded([row.queries for row in rows])
-            keys = _padded([row.keys for row in rows])
-            last = positions[queries]
-            completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
-            padded_queries.append(queries)
 
-        # 3. What only layers with a state read.
+        @cache
+        def padded_rows() -> PaddedRows:
+            padded_queries = [_padded(causal_rows)]
+            completion_rows: list[CompletionRows] = []
+            for rows in _split_by_length(added_rows):
+                queries = _padded([row.queries for row in rows])
+                keys = _padded([row.keys for row in rows])
+                last = positions[queries]
+                completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
+                padded_queries.append(queries)
+            return PaddedRows(
+                causal=on_device(padded_queries[0]),
+                added=completion_rows,
+                unpad=on_device(_first_places(padded_queries)),
+            )
+
+        @cache
+        def varying_rows() -> VaryingRows:
+            causal = [AddedRow(row, row) for row in causal_rows]
+            rows = sorted([*causal, *added_rows], key=lambda row: row.queries[0])
+            numbers = [[len(row.queries), len(row.keys)] for row in rows]
+            starts = np.cumsum([[0, 0], *numbers], axis=0, dtype=np.int32)
+            return VaryingRows(
+                query_starts=on_device(starts[:, 0]),
+                keys=on_device(np.concatenate([row.keys for row in rows])),
+                key_starts=on_device(starts[:, 1]),
+                longest=tuple(np.max(numbers, axis=0).tolist()),
+            )
+
         @cache
         def state_rows() -> StateRows:
+            causal = _padded(causal_rows)
             rows = _padded(scanned)
-            places = _first_places([padded_queries[0], rows])
             return StateRows(
                 parents=on_device(np.concatenate(parents)),
+                causal=on_device(causal),
                 rows=on_device(rows),
-                prompts=on_device(continued, dtype=torch.int64),
-                places=on_device(places),
+                prompts=on_device(np.array(continued, dtype=np.int64)),
+                places=on_device(_first_places([causal, rows])),
             )
 
         return cls(
@@ -161,11 +231,16 @@ class Packing(Context):
             targets=on_device(np.concatenate(targets)),
             index=on_device(np.stack(indices)),
             mask=on_device(np.stack([prompt.mask for prompt in prompts])),
-            causal_rows=on_device(padded_queries[0]),
-            completion_rows=completion_rows,
-            unpad=on_device(_first_places(padded_queries)),
+            padded_rows=padded_rows,
+            varying_rows=varying_rows,
             state_rows=state_rows,
         )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy of an array on a device; the host does not wait for it."""
+    copied = torch.tensor(array)
+    return (copied.pin_memory() if device.type == "cuda" else copied).to(device, non_blocking=True)
 
 
 def pack(completions: Completions, packing: str = "prefix-tree") -> list[PackedPrompt]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .context import Context, TextRows
-from .linear import Linear, linear, times
-from .logprobs import at_least_fp32, token_logprobs
+from .linear import Linear, cast_once, linear, times
+from .logprobs import Entropy, at_least_fp32, token_logprobs
 from .mixers import MIXERS, MLP, make_norm
 from .packing import Packing
 from .rotary import Rotations, rotation
@@ -72,13 +72,13 @@ class Block(nn.Module):
         return after(self, hidden, mixed)
 
     def before_mixing(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        return self.mixer.project_in(self.ln_1(hidden))
+        return self.mixer.project_in(cast_once(self.ln_1(hidden)))
 
     def after_mixing(self, hidden: Tensor, mixed: Tensor) -> Tensor:
         """The block's inputs `[N, D]` and what its mixer made of them, `[N, M]` -> `[N, D]`."""
         from_mixer = self.ln_1_after(self.mixer.project_out(mixed))
         hidden = hidden + times(from_mixer, self.residual_multiplier)
-        from_mlp = self.ln_2_after(self.mlp(self.ln_2(hidden)))
+        from_mlp = self.ln_2_after(self.mlp(cast_once(self.ln_2(hidden))))
         return hidden + times(from_mlp, self.residual_multiplier)
 
 
@@ -86,7 +86,7 @@ class Predictions(NamedTuple):
     """Predictions of completion tokens, in float32 or wider, in nats, 0 where masked."""
 
     logp: Tensor  # [P, G, S] log-probability of each token
-    entropy: Tensor  # [P, G, S] entropy of the distribution that predicts each token
+    entropy: Tensor | None  # [P, G, S] of the distribution that predicts each token
 
 
 class Transformer(Weights):
@@ -153,15 +153,17 @@ class Transformer(Weights):
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
     def forward(
-        self, packing: Packing, temperature: float = 1.0, learn_entropy: bool = False
+        self, packing: Packing, temperature: float = 1.0, entropy: Entropy = "none"
     ) -> Predictions:
-        """Predictions, of logits / temperature; with `learn_entropy` the entropy has a gradient."""
+        """Predictions of completion tokens, of logits / temperature."""
         hidden = self.forward_hidden(packing.ids, packing.positions, packing)
         hidden = hidden.index_select(0, packing.sources)  # [M, D]
-        logp, entropy = token_logprobs(
-            hidden, self.head_weight, packing.targets, temperature, learn_entropy
+        logp, of_predictions = token_logprobs(
+            hidden, self.head_weight, packing.targets, temperature, entropy
         )
-        return Predictions(
-            logp=logp[packing.index].where(packing.mask, 0),
-            entropy=entropy[packing.index].where(packing.mask, 0),
-        )
+
+        def in_groups(values: Tensor) -> Tensor:
+            return values[packing.index].where(packing.mask, 0)
+
+        entropies = None if of_predictions is None else in_groups(of_predictions)
+        return Predictions(in_groups(logp), entropies)

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from ..model.transformer import Transformer
 from ..settings import RunConfig, SpeedConfig
 from ..types import ConfigError
 
@@ -46,26 +44,12 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
 
 def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
     """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
-    dtype = getattr(torch, speed.amp_dtype)
-    return torch.autocast(device.type, dtype, speed.use_amp)
+    return torch.autocast(device.type, product_dtype(speed), speed.use_amp)
 
 
-def low_precision_copy(speed: SpeedConfig, model: Transformer) -> Transformer:
-    """With --use-amp, a copy with frozen linear layers in --amp-dtype. It shares all other weights.
-
-    Its results are those of autocast, which casts a frozen weight again for each product.
-    """
-    if not speed.use_amp:
-        return model
-    low = model.sharing_weights()
-    dtype = getattr(torch, speed.amp_dtype)
-    for module in low.h.modules():
-        if isinstance(module, nn.Linear):
-            for name, weights in module.named_parameters():
-                # NF4 is cast when it is used
-                if not weights.requires_grad and weights.is_floating_point():
-                    setattr(module, name, nn.Parameter(weights.to(dtype), requires_grad=False))
-    return low
+def product_dtype(speed: SpeedConfig) -> torch.dtype:
+    """The precision of matrix products."""
+    return getattr(torch, speed.amp_dtype if speed.use_amp else "float32")
 
 
 class PhaseTimer:

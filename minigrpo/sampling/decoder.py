@@ -19,13 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.context import Context, Scan, TextRows, scan_rows, take_rows
-from ..model.linear import autocast_dtype, has_float32_products
+from ..model.linear import has_float32_products
 from ..model.logprobs import logits_of
 from ..model.transformer import Transformer
 from .graphs import copy_into, copy_rows, next_size
 from .slot_states import SlotStates
 
-BLOCK = 64  # columns by which the used part of a cache grows
+# Columns by which the used part of a cache grows; each number of columns is a graph of its own.
+BLOCK = 64
+BLOCK_OF_GRAPHS = 256
+FEWEST_ROWS = 32  # of a graph: fewer take a GPU as long
 
 
 class Capacity(NamedTuple):
@@ -48,14 +51,12 @@ class Decoder:
         self.capacity = capacity
         self.few_sizes = few_sizes
         self.heads = model.shape.kv_heads  # K
-        self.head_weight = model.head_weight.to(autocast_dtype(model.head_weight))  # cast once
-        self.most_prompts = self.pad_to(capacity.prompts)
-        self.most_slots = self.pad_to(capacity.slots)
+        self.most_prompts = self.pad_to(capacity.prompts, capacity.prompts)
+        self.most_slots = self.pad_to(capacity.slots, capacity.slots)
 
         # The caches are made when the type of keys and values is known.
         self.prompt_kv = torch.empty(0)  # [L, 2, P, K, Lp, E]
         self.own_kv = torch.empty(0)  # the slots' own tokens, [L, 2, B, K, columns, E]
-        self.columns = 0  # columns of own_kv that are in use
 
         attending = model.shape.attention_layers
         longest_text = capacity.prompt_len + capacity.columns
@@ -64,15 +65,25 @@ class Decoder:
         self.place_in_cache = {number: place for place, number in enumerate(attending)}
         self.states = SlotStates(self.most_slots, capacity.tokens, model.device)
 
-        grid_size = self.most_prompts * self.pad_to(capacity.slots_of_prompt)
+        in_group = capacity.slots_of_prompt
+        grid_size = self.most_prompts * self.pad_to(in_group, in_group)
         layout_size = self.most_slots * (1 + self.heads) + grid_size * self.heads
         self.layout = torch.zeros(layout_size, dtype=torch.int64, device=model.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all prompts and slots."""
+        self.columns = 0
+        for cache in (self.prompt_kv, self.own_kv):
+            cache.zero_()  # a NaN would stay: attention gives unused places the weight 0
         empty = np.zeros(0, dtype=np.int64)
         self._arrange(empty, empty)
 
-    def pad_to(self, size: int) -> int:
-        """The number of rows with which `size` slots, prompts or sequences are run."""
-        return next_size(size) if self.few_sizes else size
+    def pad_to(self, size: int, most: int) -> int:
+        """The number of rows with which `size` slots, prompts or sequences of `most` are run."""
+        if not self.few_sizes:
+            return size
+        return min(max(FEWEST_ROWS, next_size(size)), next_size(most))
 
     def _arrange(self, prompt_len: np.ndarray, prompt_of_slot: np.ndarray) -> None:
         """Set the length of each prompt, `[P]`, and the prompt of each slot, `[B]`.
@@ -93,14 +104,15 @@ class Decoder:
         numbers = np.arange(len(slots)) - first_of_prompt[rows]
 
         # 2. The grid [P, K, G'] of indices into the slots [B, K], and their places in the grid.
-        num_rows = self.pad_to(len(prompt_len))
-        width = self.pad_to(int(slots_of_prompt.max(initial=0)))
+        num_rows = self.pad_to(len(prompt_len), self.capacity.prompts)
+        widest = int(slots_of_prompt.max(initial=0))
+        width = self.pad_to(widest, self.capacity.slots_of_prompt)
         self.grid_shape = num_rows, self.heads, width
         heads = np.arange(self.heads)[:, None]
         slot_grid = np.zeros((num_rows, 1, width), dtype=np.int64)
         slot_grid[rows, 0, numbers] = slots
         grid = slot_grid * self.heads + heads
-        num_slots = self.pad_to(len(slots))
+        num_slots = self.pad_to(len(slots), self.capacity.slots)
         places = np.zeros((self.heads, num_slots), dtype=np.int64)
         places[:, slots] = (rows * self.heads + heads) * width + numbers
 
@@ -129,7 +141,7 @@ class Decoder:
         new_prompts = len(self.prompt_len) + np.arange(len(lengths))
         prompt_of_slot = np.append(self.prompt_of_slot, new_prompts)
         self._arrange(np.append(self.prompt_len, lengths), prompt_of_slot)
-        return logits_of(hidden[prompt_len.cumsum(0) - 1], self.head_weight)
+        return logits_of(hidden[prompt_len.cumsum(0) - 1], self.model.head_weight)
 
     def store_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's keys and values of new prompts, `[P', Lp, K, E]`."""
@@ -137,7 +149,6 @@ class Decoder:
             heads, size = k.shape[2:]
             layers = len(self.place_in_cache)
             prompt_len, columns = self.capacity.prompt_len, self.capacity.columns
-            # Zeros, because attention gives unused places the weight 0, and 0 times a NaN is NaN.
             self.prompt_kv = k.new_zeros(layers, 2, self.most_prompts, heads, prompt_len, size)
             self.own_kv = k.new_zeros(layers, 2, self.most_slots, heads, columns, size)
         first = len(self.prompt_len)
@@ -171,7 +182,7 @@ class Decoder:
         hidden = hidden.unflatten(0, tokens.shape)
         if last is not None:
             hidden = hidden.take_along_dim(last[:, None, None], dim=1)
-        return logits_of(hidden, self.head_weight)
+        return logits_of(hidden, self.model.head_weight)
 
     def _masks(self, columns: Tensor, positions: Tensor, num_columns: int) -> Mapping[int, Tensor]:
         """What the tokens at `[B, W]` do not see, by window, `[B, 1, 1, W, Lp + num_columns]`."""
@@ -191,26 +202,30 @@ class Decoder:
 
     def use_columns(self, num_columns: int) -> int:
         """Grow the usable columns to at least `num_columns`; return their number."""
-        in_blocks = -(-num_columns // BLOCK) * BLOCK
+        block = BLOCK_OF_GRAPHS if self.few_sizes else BLOCK
+        in_blocks = -(-num_columns // block) * block
         self.columns = max(self.columns, min(in_blocks, self.capacity.columns))
         return self.columns
 
     def attend(
         self,
         layer: int,
+        slots: Tensor,
         columns: Tensor,
         mask: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> Tensor:
-        """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`."""
+        """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`.
+
+        The tokens are at `columns [B, W]` of `slots [B, 1]`.
+        """
         place = self.place_in_cache[layer]
         num_slots, width = columns.shape
         num_columns = mask.shape[-1] - self.prompt_width
 
         # 1. Store the new keys and values.
-        slots = torch.arange(num_slots, device=q.device)[:, None]
         new_kv = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
         self.own_kv[place][:, slots, :, columns] = new_kv
         own_k, own_v = self.own_kv[place, :, :num_slots, :, :num_columns]
@@ -313,11 +328,12 @@ class StepContext(Context):
     def __init__(self, decoder: Decoder, columns: Tensor, masks: Mapping[int, Tensor]) -> None:
         self.decoder = decoder
         self.columns = columns
+        self.slots = torch.arange(len(columns), device=columns.device)[:, None]
         self.masks = masks
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = self.masks.get(window, self.masks[0])
-        return self.decoder.attend(layer, self.columns, mask, q, k, v)
+        return self.decoder.attend(layer, self.slots, self.columns, mask, q, k, v)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         in_slots = inputs.unflatten(0, self.columns.shape)

@@ -15,7 +15,8 @@ The cache of a slot has the first `length - 1` tokens of its sequences, at least
 update also exchanges turns for answers.
 
 With `graphs`, rounds are CUDA graphs, and the numbers of sequences and slots are padded to few
-sizes by the padding row of the tables.
+sizes by the padding row of the tables. All that a graph reads stays in its place in memory, for the
+batches to come too. While no slot can split, several rounds run before the host looks at them.
 
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
@@ -23,12 +24,13 @@ slots; W tokens per slot and round.
 
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from ..model.linear import divided
 from ..model.transformer import Transformer
 from ..settings import SamplingConfig
 from ..text.encoding import StopFinder
@@ -45,73 +47,99 @@ FRACTION_THAT_ENTERS = 0.125
 # Prompts of which a few completions still run keep their place in memory: at most this many times
 # `prompts_at_once` in all.
 MOST_PROMPTS = 2
+PROMPT_BLOCK = 64  # with graphs, the longest prompt is rounded up to a multiple of this
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
+MOST_UNSEEN = 8  # rounds that run before the host looks
+# Of those, sequences that have ended waste at most one for so many tokens of a completion.
+TOKENS_PER_UNSEEN = 32
+
+
+class Room(NamedTuple):
+    """What a generation has memory for."""
+
+    prompts: int
+    prompts_at_once: int
+    prompt_len: int
+    draft_len: int
+
+    def holds(self, needed: "Room") -> bool:
+        return all(has >= needs for has, needs in zip(self, needed, strict=True))
 
 
 @dataclass(eq=False)
 class Generation:
-    """Completions in progress: their tokens, which of them are running, and in which slots."""
+    """Completions in progress: their tokens, which of them are running, and in which slots.
+
+    `begin` sets the prompts, and `run` completes them, as often as there are batches.
+    """
 
     model: Transformer
-    prompt_ids: Tensor  # [P, Lp] int64, right-padded
-    prompt_len: Tensor  # [P] int64
     _: KW_ONLY
     stops: Collection[int]  # tokens that end a completion; others end after `max_new_tokens`
     stop_texts: StopFinder | None = None  # texts that end one too
     max_new_tokens: int
     num_samples: int  # G
-    prompts_at_once: int  # at most this many times G sequences run side by side
-    # [P, G, S] numbers in [0, 1), S >= max_new_tokens; or None for the most likely token each time
-    uniforms: Tensor | np.ndarray | None
     sampling: SamplingConfig  # its temperature, top_k, top_p and min_p count
-    drafts: Tensor | None  # [P, L] int64, a text for each prompt, whose tokens are proposed
-    num_speculative_tokens: int
+    num_speculative_tokens: int  # tokens of drafts that are proposed per round
     dialogues: Dialogues | None  # what answers turns, or None if a completion is one turn
     graphs: RoundGraphs | None = None
 
     def __post_init__(self) -> None:
-        device = self.model.device
-        self.prompt_ids = self.prompt_ids.to(device)
-        self.prompt_len = self.prompt_len.to(device)
-        num_prompts, longest_prompt = self.prompt_ids.shape
-        num_sequences = num_prompts * self.num_samples
-        self.tokens_per_round = 1  # W
-        if self.drafts is not None:
-            self.tokens_per_round += self.num_speculative_tokens
-            self.drafts = pad(self.drafts.to(device), (0, 0, 0, 1))  # the padding row's draft too
-        most_tokens = self.tokens_per_round  # that a slot runs at once
-        if self.dialogues is not None:
-            most_tokens = max(most_tokens, 1 + MOST_READ)
-
-        # 1. Where tokens are run and stored.
-        at_once = min(self.prompts_at_once, num_prompts)
-        capacity = Capacity(
-            prompts=min(num_prompts, MOST_PROMPTS * at_once),
-            prompt_len=longest_prompt,
-            slots=at_once * self.num_samples,
-            slots_of_prompt=self.num_samples,
-            columns=self.max_new_tokens + most_tokens,
-            tokens=most_tokens,
-        )
-        self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
-        columns = self.max_new_tokens + self.tokens_per_round
-        self.tables = Tables(num_sequences, columns, self.sampling.truncates, device)
-        if self.uniforms is not None:
-            numbers = torch.as_tensor(self.uniforms).flatten(0, 1)[:, : self.max_new_tokens]
-            self.uniforms = pad(numbers.to(device), (0, self.tokens_per_round, 0, 1))  # as tables
-
-        # 2. The tokens that end a turn, and a round.
+        self.tokens_per_round = 1 + self.num_speculative_tokens  # W
+        self.room = Room(0, 0, 0, 0)
         self.is_stop = np.zeros(self.model.shape.vocab_size, dtype=bool)
         self.is_stop[[*self.stops]] = True
         # [V] a round ends after these tokens, even if a proposal goes on with the token after them
         ends_round = self.is_stop
         if self.stop_texts is not None:
             ends_round = ends_round | self.stop_texts.candidates
-        self.ends_round = torch.from_numpy(ends_round).to(device)
-        self.ended = np.zeros(num_sequences, dtype=bool)  # the sequence ends with one of them
+        self.ends_round = torch.from_numpy(ends_round).to(self.model.device)
+        # Stop texts and turns are for the host to find.
+        is_plain = self.stop_texts is None and self.dialogues is None
+        self.looks_ahead = is_plain and self.graphs is not None
 
-        # 3. The running sequences, padded, in one place in memory.
-        self.layout = self.prompt_len.new_zeros(3 * self.decoder.pad_to(num_sequences))
+    def begin(
+        self,
+        prompt_ids: Tensor,
+        prompt_len: Tensor,
+        uniforms: Tensor | np.ndarray | None,
+        drafts: Tensor | None,
+        prompts_at_once: int,
+    ) -> None:
+        """Prepare to complete prompts `[P, Lp]`, right-padded, of lengths `[P]`.
+
+        Args:
+            uniforms: numbers in [0, 1), `[P, G, S]` with S >= max_new_tokens; or None for the most
+                likely token each time. It is None in all batches or in none.
+            drafts: a text for each prompt, whose tokens are proposed, `[P, L]`, or None without
+                proposals.
+            prompts_at_once: at most this many times G sequences run side by side.
+        """
+        device = self.model.device
+        self.prompt_ids = prompt_ids.to(device)
+        self.prompt_len = prompt_len.to(device)
+        self.prompts_at_once = prompts_at_once
+        num_prompts, longest_prompt = prompt_ids.shape
+        at_once = min(prompts_at_once, num_prompts)
+        draft_len = 0 if drafts is None else drafts.shape[1]
+        needed = Room(num_prompts, at_once, longest_prompt, draft_len)
+        if not self.room.holds(needed):
+            self._make_room(needed, uniforms is not None)
+
+        # 1. What the rounds read.
+        self.decoder.clear()
+        self.tables.clear()
+        if uniforms is not None:
+            assert self.uniforms is not None
+            numbers = torch.as_tensor(uniforms).flatten(0, 1)[:, : self.max_new_tokens]
+            self.uniforms[: len(numbers), : self.max_new_tokens] = numbers.to(device)
+        if drafts is not None:
+            assert self.drafts is not None
+            self.drafts.zero_()
+            self.drafts[:num_prompts, :draft_len] = drafts.to(device)
+
+        # 2. Nothing runs yet.
+        self.ended = np.zeros(num_prompts * self.num_samples, dtype=bool)  # by a stop
         self.running = self.layout[:0]  # [N, padded] their numbers, in ascending order
         self.slot = self.layout[:0]  # [N, padded] the slot of each
         self.representatives = self.layout[:0]  # [B, padded] one running sequence of each slot
@@ -119,6 +147,36 @@ class Generation:
         self.num_entered = 0  # prompts that have been run
         self.rounds = 0
         self.tokens = 0  # tokens that the model ran, prompts included
+
+    def _make_room(self, needed: Room, draws: bool) -> None:
+        """Allocate all that rounds read and write; graphs of rounds elsewhere are of no use."""
+        device = self.model.device
+        room = needed
+        if self.graphs is not None:
+            self.graphs.clear()
+            room = Room(*map(max, needed, self.room))
+            in_blocks = -(-room.prompt_len // PROMPT_BLOCK) * PROMPT_BLOCK
+            room = room._replace(prompt_len=in_blocks)
+        self.room = room
+        most_tokens = self.tokens_per_round  # that a slot runs at once
+        if self.dialogues is not None:
+            most_tokens = max(most_tokens, 1 + MOST_READ)
+        capacity = Capacity(
+            prompts=min(room.prompts, MOST_PROMPTS * room.prompts_at_once),
+            prompt_len=room.prompt_len,
+            slots=room.prompts_at_once * self.num_samples,
+            slots_of_prompt=self.num_samples,
+            columns=self.max_new_tokens + most_tokens,
+            tokens=most_tokens,
+        )
+        self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
+        num_sequences = room.prompts * self.num_samples
+        columns = self.max_new_tokens + self.tokens_per_round
+        self.tables = Tables(num_sequences, columns, self.sampling.truncates, device)
+        # One row more, as in the tables.
+        self.uniforms = torch.zeros(num_sequences + 1, columns, device=device) if draws else None
+        self.drafts = self.tables.ids.new_zeros(room.prompts + 1, room.draft_len)
+        self.layout = self.tables.ids.new_zeros(3 * self.decoder.most_slots)
 
     @torch.no_grad()
     def run(self) -> Completions:
@@ -136,7 +194,10 @@ class Generation:
             elif state.unread.any():
                 self._read_answers(state)
             elif not state.waiting.all():
-                self._run_round(int(state.length.max()) - 1 + self.tokens_per_round)
+                longest = int(state.length.max())
+                for _ in range(self._rounds_to_run(longest)):
+                    self._run_round(longest - 1 + self.tokens_per_round)
+                    longest += self.tokens_per_round
             state = self._update()
         ended = torch.from_numpy(self.ended)
         return self.tables.completions(self.prompt_ids, self.prompt_len, ended)
@@ -167,6 +228,15 @@ class Generation:
         self.num_entered = last
         self.tokens += int(lengths.sum())
 
+    def _rounds_to_run(self, longest: int) -> int:
+        """The number of rounds that run before the host looks; no slot may split meanwhile."""
+        has_queue = self.num_entered < len(self.prompt_ids)
+        has_shared_slots = len(self.decoder.prompt_of_slot) < self.num_running
+        if not self.looks_ahead or has_queue or has_shared_slots:
+            return 1
+        fit = (self.max_new_tokens - longest) // self.tokens_per_round
+        return max(1, min(MOST_UNSEEN, 1 + longest // TOKENS_PER_UNSEEN, fit))
+
     def _run_round(self, num_columns: int) -> None:
         decoder = self.decoder
         usable = decoder.use_columns(num_columns)
@@ -184,12 +254,13 @@ class Generation:
         ids = self.tables.ids[self.representatives]
         lengths = self.tables.lengths[self.representatives]
         tokens = ids.gather(1, lengths[:, None] - 1)
-        if self.drafts is not None:
+        if self.num_speculative_tokens:
             drafts = self.drafts[self.representatives // self.num_samples]
             proposals = propose(drafts, ids, lengths, self.tokens_per_round - 1)
             tokens = torch.cat([tokens, proposals], dim=1)
         logits = self.decoder.step(tokens, lengths - 1, num_columns)
-        self._accept(logits, self.running, self.slot, tokens[:, 1:])
+        goes_on = ~self.ends_round[tokens[:, 0]] if self.looks_ahead else None
+        self._accept(logits, self.running, self.slot, tokens[:, 1:], goes_on)
 
     def _read_answers(self, state: RoundState) -> None:
         """Run the last token of each slot, and after it up to MOST_READ tokens of its answer.
@@ -219,14 +290,16 @@ class Generation:
         sequences: Tensor,
         slot: Tensor,
         proposals: Tensor,
+        goes_on: Tensor | None = None,
     ) -> None:
         """Pick tokens from `[B, W, V]`, up to and including the first that was not proposed.
 
-        A pick counts if the model was run on all picks before it, `proposals` `[B, W - 1]`.
+        A pick counts if the model was run on all picks before it, `proposals` `[B, W - 1]`, and if
+        its slot `goes_on`, `[B]`; None if all do.
         """
         # 1. Pick a token at each place.
         tables = self.tables
-        logp = (logits / self.sampling.temperature).log_softmax(-1)
+        logp = divided(logits, self.sampling.temperature).log_softmax(-1)
         allowed = truncate(logp, self.sampling)
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)
@@ -235,9 +308,12 @@ class Generation:
         picks = pick_token(allowed, uniforms, slot)
 
         # 2. Find the picks that count.
-        goes_on = (picks[:, :-1] == proposals[slot]) & ~self.ends_round[picks[:, :-1]]
-        goes_on = torch.cat([torch.ones_like(rows, dtype=torch.bool), goes_on], dim=1)
-        counts = goes_on.cumprod(1).bool() & (columns < self.max_new_tokens)
+        has_place = columns < self.max_new_tokens
+        follows = (picks[:, :-1] == proposals[slot]) & ~self.ends_round[picks[:, :-1]]
+        follows = torch.cat([has_place[:, :1], follows], dim=1)
+        counts = follows.cumprod(1).bool() & has_place
+        if goes_on is not None:
+            counts &= goes_on[slot, None]
         if self.dialogues is not None:
             counts &= (tables.unread[rows] == 0) & ~tables.waiting[rows]
 
@@ -274,8 +350,8 @@ class Generation:
         return state
 
     def _padded(self, numbers: np.ndarray, value: int) -> np.ndarray:
-        missing = self.decoder.pad_to(len(numbers)) - len(numbers)
-        return np.pad(numbers, (0, missing), constant_values=value)
+        size = self.decoder.pad_to(len(numbers), self.decoder.capacity.slots)
+        return np.pad(numbers, (0, size - len(numbers)), constant_values=value)
 
     def _read_state(self) -> RoundState:
         """What the host needs to know, in one copy: each waits for the device."""

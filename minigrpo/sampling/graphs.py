@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..model.packing import to_device
+
 Action = Callable[[], object]
 
 
@@ -23,7 +25,7 @@ def next_size(size: int) -> int:
 
 def copy_into(buffer: Tensor, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
     """Put arrays into a buffer, one after another, in one copy. Returns the place of each in it."""
-    joined = torch.from_numpy(np.concatenate(arrays))
+    joined = to_device(np.concatenate(arrays), buffer.device)
     used = buffer[: len(joined)]
     used.copy_(joined)
     return used.split([len(array) for array in arrays])
@@ -32,7 +34,7 @@ def copy_into(buffer: Tensor, arrays: Sequence[np.ndarray]) -> Sequence[Tensor]:
 def copy_rows(caches: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray, dim: int) -> None:
     """Copy rows of each cache to other rows; all are read before any is written."""
     if caches and len(targets):
-        rows = torch.from_numpy(np.stack([sources, targets])).to(caches[0].device)
+        rows = to_device(np.stack([sources, targets]), caches[0].device)
         for cache in caches:
             cache.index_copy_(dim, rows[1], cache.index_select(dim, rows[0]))
 
@@ -40,12 +42,19 @@ def copy_rows(caches: Sequence[Tensor], sources: np.ndarray, targets: np.ndarray
 def capturing() -> Callable[[Action], Action]:
     """A function that runs a round on the current CUDA device, and returns what runs it again."""
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()
 
     def capture(run_round: Action) -> Action:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate pinned memory meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            run_round()
+        torch.cuda.synchronize()
+        # torch.cuda.graph would return all free memory to the driver first, for the next step to
+        # ask for again. Other threads may allocate pinned memory meanwhile.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run_round()
+            finally:
+                graph.capture_end()
         graph.replay()
         return graph.replay
 
@@ -55,8 +64,13 @@ def capturing() -> Callable[[Action], Action]:
 class RoundGraphs:
     """Runs the first round of each size kernel by kernel, captures the second, replays others."""
 
-    def __init__(self, capture: Callable[[Action], Action]) -> None:
-        self.capture = capture
+    def __init__(self, capturing: Callable[[], Callable[[Action], Action]]) -> None:
+        self.capturing = capturing
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all sizes, because what rounds read has moved."""
+        self.capture = self.capturing()  # a pool cannot be used again after its last graph
         self.begun = set[Hashable]()
         self.replays = dict[Hashable, Action]()
 

@@ -1,7 +1,7 @@
 """The Sampler: from examples to completions and their texts."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from ..config import Config
 from ..guard import OOMBackoff
+from ..model.inference import InferenceCopy
 from ..model.transformer import Transformer
-from ..runtime.device import autocast, low_precision_copy
+from ..runtime.device import autocast, product_dtype
 from ..settings import SamplingConfig
 from ..text.encoding import StopFinder, decode, encode_answer, pad, prompt_within
 from ..text.tokenizer import Tokenizer
@@ -47,12 +48,28 @@ class Sampler:
         stop_texts = self.config.sampling.stop
         self.stop_texts = StopFinder(self.tokenizer, stop_texts) if stop_texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
-        self.low_precision = low_precision_copy(speed, self.model)
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
+        # The copy of the weights, and with graphs the generations, stay in memory between calls.
+        self.keeps = True
+        self.copy: InferenceCopy | None = None
+        self.generations: dict[Hashable, Generation] = {}
         # The number of prompts that fit depends on the number of samples of each, the key.
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
-            lambda: OOMBackoff("sampling", "--rollout-batch-size", size=0, warn=self.warn)
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, self.warn, self._free_others)
         )
+
+    def _free_others(self) -> bool:
+        """Free the generations that do not run; return whether there are any."""
+        number = len(self.generations)
+        self.generations.clear()
+        return number > 0
+
+    def release(self) -> bool:
+        """Free all that is kept, and keep nothing from now on; return whether anything was."""
+        has_copy = self.copy is not None and self.copy.model is not self.model
+        self.copy = None
+        self.keeps = False
+        return self._free_others() or has_copy
 
     def complete(
         self,
@@ -75,30 +92,37 @@ class Sampler:
             drafts = pad(answers)[0][:, : 2 * max_new_tokens]
         # A prompt that a user types has no environment.
         dialogues = self.dialogues if examples[0].in_turns else None
+        # All that a generation cannot change from call to call.
+        kind = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
 
         def sampled(prompts_at_once: int) -> Sampled:
             """Complete all; when memory runs out, this is called again with fewer at once."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
-            # Autocast keeps its casts of trained weights, which graphs read, until this ends.
-            with autocast(speed, self.model.device):
+            generation = self.generations.pop(kind, None)
+            if self.copy is None:
+                self.copy = InferenceCopy(self.model, product_dtype(speed))
+            else:
+                self.copy.refresh()
+            if generation is None:
                 generation = Generation(
-                    self.low_precision,
-                    prompt_ids,
-                    prompt_len,
+                    self.copy.model,
                     stops=self.tokenizer.stops,
                     stop_texts=self.stop_texts,
                     max_new_tokens=max_new_tokens,
                     num_samples=num_samples,
-                    prompts_at_once=prompts_at_once,
-                    uniforms=uniforms,
                     sampling=sampling,
-                    drafts=drafts,
                     num_speculative_tokens=self.num_speculative_tokens,
                     dialogues=dialogues,
-                    graphs=RoundGraphs(capturing()) if self.has_graphs else None,
+                    graphs=RoundGraphs(capturing) if self.has_graphs else None,
                 )
+            with autocast(speed, self.model.device):
+                generation.begin(prompt_ids, prompt_len, uniforms, drafts, prompts_at_once)
                 completions = generation.run().to("cpu")
+            if not self.keeps:
+                self.copy = None
+            elif self.has_graphs:
+                self.generations[kind] = generation
             if dialogues is None:
                 texts = decode(self.tokenizer, completions)
             else:

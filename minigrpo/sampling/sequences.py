@@ -24,9 +24,15 @@ class Tables:
         self.log_kept_mass = torch.zeros_like(self.logp) if truncates else None
         # [R] each, see RoundState
         self.lengths = self.ids.new_zeros(len(self.ids))
-        self.lengths[-1] = 1  # a round runs the last token of each row
         self.unread = torch.zeros_like(self.lengths)
         self.waiting = torch.zeros_like(self.lengths, dtype=torch.bool)
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        for table in vars(self).values():
+            if table is not None:
+                table.zero_()
+        self.lengths[-1] = 1  # a round runs the last token of each row
 
     def completions(self, prompt_ids: Tensor, prompt_len: Tensor, ended: Tensor) -> Completions:
         """The completions of P prompts; `ended`, `[P * G]`, says which were not cut off."""
@@ -34,7 +40,7 @@ class Tables:
         longest = int(self.lengths[:-1].max())
 
         def grouped(table: Tensor) -> Tensor:
-            return table[:-1, :longest].unflatten(0, groups)
+            return table[: len(ended), :longest].unflatten(0, groups)
 
         return Completions(
             prompt_ids,
