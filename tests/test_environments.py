@@ -29,8 +29,8 @@ from minigrpo.tasks.loading import load_task
 from minigrpo.text.chat import Chat
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.text.tokenizer import load_tokenizer
-from minigrpo.turns.dialogues import Dialogues, Episode
-from minigrpo.turns.environments import EnvironmentSet, TurnTask, as_text
+from minigrpo.turns.dialogues import Dialogues
+from minigrpo.turns.environments import EnvironmentSet, Episode, TurnTask, as_text
 from minigrpo.turns.tools import FORMS, CallForm, Tool, calls_of, result_of
 from minigrpo.types import Completion, Completions, ConfigError, Example
 
@@ -422,7 +422,7 @@ def test_a_schema_is_that_of_transformers(tool: Callable[..., Any]) -> None:
 
 
 def played(world: EnvironmentSet, example: Example, *texts: str) -> Episode:
-    episode = Episode(world, example)
+    episode = Episode(world.spec_of(example), example)
     for text in texts:
         episode.messages += [{"role": "assistant", "content": text}, *episode.answer(text, QWEN)]
     return episode
@@ -483,7 +483,7 @@ def test_members_of_a_group_must_start_alike() -> None:
     world = EnvironmentSet.of(Moody)
     rows = [{"moods": []}, {"moods": ["glad"]}]
     with pytest.raises(ValueError):
-        Episode(world, begun(world, *rows).held_out(0)).answer("x")
+        played(world, begun(world, *rows).held_out(0), "x")
 
 
 @pytest.mark.parametrize(("more", "over"), [([], False), ([False, {}], False), ([True, {}], True)])
@@ -626,7 +626,13 @@ def test_what_a_model_cannot_call_is_refused(tool: str) -> None:
     refused(EnvironmentSet.of, None, [UNCALLABLE[tool]])
 
 
+class Odd(Quiz):
+    def look(self, *places: str) -> str:
+        return ""
+
+
 REFUSED = {
+    "a method that a model cannot call": (Odd, []),
     "a tool of another's name": (None, [search, Library().search]),
     "a tool of a method's name": (Library, [search]),
     "a tool of one of several methods' name": ({"a": Game, "b": Library}, [search]),
@@ -647,16 +653,6 @@ def test_an_environment_may_have_a_deadline_of_its_own(make: Callable[[], Any]) 
     assert EnvironmentSet.of(make).specs["Timed"].timeout_s == 3
 
 
-def test_a_method_that_a_model_cannot_call_is_refused() -> None:
-    class Odd(Quiz):
-        def look(self, *places: str) -> str:
-            return ""
-
-    task = begun(EnvironmentSet.of(Odd))
-    refused(task.train, 0)
-    refused(task.known, 0)
-
-
 def test_methods_with_a_cache_and_of_the_class_are_tools() -> None:
     class Atlas(Quiz):
         @classmethod
@@ -667,7 +663,7 @@ def test_methods_with_a_cache_and_of_the_class_are_tools() -> None:
         def find(self, city: str) -> str:
             return city
 
-    tools = EnvironmentSet.of(Atlas).tools_of(Atlas())
+    tools = EnvironmentSet.of(Atlas).specs["Atlas"].tools_of(Atlas())
     assert result_of(tools, "tell", {"city": "Rome"}).content == "Atlas: Rome"
     assert result_of(tools, "find", {"city": "Rome"}).content == "Rome"
 
@@ -711,7 +707,7 @@ def test_all_calls_await_in_one_loop() -> None:
     episode = played(EnvironmentSet.of(Waits), Example("Go."), "b")
     assert episode.messages[-1]["content"] == "b"
     assert episode.score() == 3
-    episode.session.close()
+    episode.close()
     assert client.said == "close"
 
 
@@ -880,7 +876,7 @@ def test_an_environment_and_a_reward_get_no_original_to_change() -> None:
             deck.pop()
 
     example = Example("", fields={"deck": [1, 2]})
-    Episode(EnvironmentSet.of(Cards), example).begin()
+    Episode(EnvironmentSet.of(Cards).spec_of(example), example).begin()
     assert example.fields["deck"] == [1, 2]
     text = Completion("a", messages=[{"role": "assistant", "content": "a"}])
     function = minigrpo.reward(lambda example, text: len(text.messages.pop()))

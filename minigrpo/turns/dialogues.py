@@ -5,101 +5,18 @@ Nothing is rendered or encoded again: the tokens of an answer follow those that 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 from ..config import Config
-from ..rewards.scores import as_numbers
-from ..runtime.pool import Pool, finished
+from ..runtime.pool import Pool
 from ..text.chat import Message
 from ..text.encoding import template_args
 from ..text.tokenizer import Tokenizer
 from ..types import Completion, Completions, ConfigError, Example, Warn
 from ..userfiles import failure
-from .environments import EnvironmentSet, EnvironmentSpec, Session, as_text, is_game
-from .tools import CALL_ID, FORMS, CallForm, Result, calls_of, result_of
-
-
-@dataclass(eq=False)
-class Episode:
-    """A completion in its environment: what was said after the prompt, and its reward."""
-
-    environments: EnvironmentSet
-    example: Example
-    messages: list[Message] = field(default_factory=list)
-    turns: list[str] = field(default_factory=list)  # what the policy said
-    results: list[Result] = field(default_factory=list)  # results of its calls of tools
-    num_tokens: int = 0  # tokens of the completion before the turn in work
-    is_closed: bool = True  # whether a stop token ended the last turn, and not a text of --stop
-    reward: float = 0.0  # sum of a game's rewards so far
-    over: bool = False  # whether the game has ended
-    cut: bool = False  # whether a limit ended the dialogue after an answer
-    final: float | None = None  # the reward at the end, or None if it does not concern the row
-    error: str | None = None  # what the environment raised, or that it took too long
-
-    def __post_init__(self) -> None:
-        self.session = Session(self.spec.make, self.spec.timeout_s)
-
-    @property
-    def spec(self) -> EnvironmentSpec:
-        return self.environments.spec_of(self.example)
-
-    def begin(self) -> Any:
-        """The environment, which is made at the first call. The prompt has what it says first."""
-        if self.session.environment is None:
-            observation = self.session.reset(self.example)
-            messages = self.example.messages
-            asking = [message["content"] for message in messages if message["role"] != "assistant"]
-            if not [self.example.prompt, *asking][-1].endswith(observation):
-                raise ValueError("reset must say the same to all completions of a prompt")
-        return self.session.environment
-
-    def take_turn(self, ids: Sequence[int], tokenizer: Tokenizer) -> str:
-        """Note what the policy said last, and return it; `ids` are all tokens up to its end."""
-        text = tokenizer.decode(ids[self.num_tokens :])
-        self.messages.append({"role": "assistant", "content": text})
-        self.turns.append(text)
-        self.num_tokens = len(ids)
-        self.is_closed = ids[-1] in tokenizer.stops
-        return text
-
-    def answer(self, text: str, form: CallForm | None = None) -> list[Message]:
-        """What the environment answers to a turn: nothing if it has no call in this form."""
-        environment = self.begin()
-        timeout_s = self.spec.timeout_s
-        if not is_game(environment):
-            tools = self.environments.tools_of(environment)
-            results = [
-                result_of(tools, name, arguments, timeout_s)
-                for name, arguments in calls_of(text, form)
-            ]
-            self.results += results
-            return [result.message for result in results]
-        observation, reward, done, *more = finished(environment.step(text), timeout_s)
-        self.reward += float(reward)
-        # Gymnasium returns observation, reward, terminated, truncated and info.
-        self.over = bool(done or (len(more) == 2 and more[0]))
-        return [{"role": "user", "content": as_text(observation)}]
-
-    def score(self) -> float | None:
-        final = getattr(self.begin(), "get_reward", None)
-        reward = finished(final(), self.spec.timeout_s) if final else self.reward
-        return None if reward is None else float(as_numbers(reward, ()))
-
-    def completion(self) -> Completion:
-        """The text of the last turn, with the messages and the reward of the whole dialogue."""
-        name = self.spec.name
-        return Completion(
-            self.turns[-1],
-            is_dialogue=True,
-            messages=self.messages,
-            turns=len(self.turns),
-            failed_calls=[result.has_failed for result in self.results],
-            cut=self.cut,
-            error=self.error,
-            rewards={name: self.final} if name in self.environments.reward_weights else {},
-        )
+from .environments import EnvironmentSet, Episode
+from .tools import CALL_ID, FORMS, CallForm, result_of
 
 
 @dataclass(eq=False)
@@ -119,17 +36,17 @@ class Dialogues:
         self.encode = lru_cache(maxsize=1 << 14)(self._encode)  # games repeat what they say
         self.call_form: CallForm | None = None
         for spec in self.environments.specs.values():
-            if self.environments.tools_of(spec.shown):
+            if spec.schemas:
                 self.call_form = call_form(self.tokenizer)
             user = {"role": "user", "content": "A"}
             result = result_of({}, "tool", {}).message
-            self.encode(json.dumps([user if is_game(spec.shown) else result]))
+            self.encode(json.dumps([user if spec.is_game else result]))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         """Begin a batch, or begin it again."""
         self.close()
         repeated = [example for example in examples for _ in range(num_samples)]
-        self.episodes = [Episode(self.environments, example) for example in repeated]
+        self.episodes = [Episode(self.environments.spec_of(each), each) for each in repeated]
         self.pool = Pool(self.config.speed.num_reward_workers)
 
     def submit(self, sequence: int, ids: Sequence[int]) -> None:
@@ -161,7 +78,7 @@ class Dialogues:
         for episode, ids, length in zip(self.episodes, rows, lengths, strict=True):
             if length > episode.num_tokens:  # cut off within a turn
                 episode.take_turn(ids[:length], self.tokenizer)
-            if self.environments.reward_weights and not episode.error:
+            if episode.spec.has_reward and not episode.error:
                 self.pool.submit(episode, episode.score, episode.spec.timeout_s)
         for episode, reward, error in self.pool.all():
             if error:
@@ -181,7 +98,7 @@ class Dialogues:
         for _ in self.pool.all():
             pass
         for episode in self.episodes:
-            self.pool.submit(episode, episode.session.close, episode.spec.timeout_s)
+            self.pool.submit(episode, episode.close, episode.spec.timeout_s)
         for episode, _, error in self.pool.all():
             if error:
                 where = f"environment {episode.spec.name}.close"

@@ -8,24 +8,26 @@ docs/turns.md says what each does. A callable that makes environments may stand 
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import refusing
 from ..guard import RunFailed
+from ..rewards.scores import as_numbers
 from ..rng import stream
 from ..runtime.pool import called, finished
 from ..task import Task
 from ..tasks.base import WrappedTask
+from ..text.chat import Message, extended
 from ..text.chat import Tool as Schema
-from ..text.chat import extended
-from ..types import ConfigError, Example
+from ..text.tokenizer import Tokenizer
+from ..types import Completion, ConfigError, Example
 from ..userfiles import failure, load_name
-from .tools import TIMEOUT_S, Tool
+from .tools import TIMEOUT_S, CallForm, Result, Tool, calls_of, result_of
 
 # public methods that the model cannot call
 NOT_TOOLS = ("reset", "step", "get_reward", "close")
@@ -37,61 +39,56 @@ class ToolsAlone:
     def reset(self) -> None: ...
 
 
-@dataclass(eq=False)
-class Session:
-    """The environment of one completion or prompt, made when it is needed.
-
-    It is closed even if a call that took too long is still running in it, because closing often
-    ends such a call. Only one that takes too long to make is not closed.
-    """
-
-    make: Callable[[], Any]
-    timeout_s: float  # limit of a call
-    environment: Any = None
-
-    def begin(self) -> Any:
-        """Make the environment."""
-        self.environment = finished(self.make(), self.timeout_s)
-        return self.environment
-
-    def reset(self, example: Example) -> str:
-        """Make the environment and reset it; return its first observation as a text."""
-        environment = self.begin()
-        row = copy.deepcopy(arguments_of(environment, example))  # an episode may change its row
-        return as_text(finished(environment.reset(**row), self.timeout_s))
-
-    def close(self) -> None:
-        if hasattr(self.environment, "close"):
-            finished(self.environment.close(), self.timeout_s)
-
-
-def is_game(environment: Any) -> bool:
-    """Whether an environment answers by `step`, and so has no tools."""
-    return hasattr(environment, "step")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EnvironmentSpec:
     """A class of environments, or another callable, which makes one for each completion."""
 
     make: Callable[[], Any]
-    shown: Any = field(compare=False)  # an environment that was made and closed, for its methods
+    functions: Mapping[str, Tool]  # the tools of the run, which an environment without steps offers
+    shown: Any  # an environment that was made and closed, for its methods
     timeout_s: float  # limit of a call
 
     @classmethod
-    def of(cls, given: Any) -> "EnvironmentSpec":
+    def of(cls, given: Any, functions: Mapping[str, Tool]) -> "EnvironmentSpec":
         """The spec of a class, or of a callable that makes environments. Raises ConfigError."""
         with refusing(f"environment {getattr(given, '__name__', given)!s:.80}"):
-            session = Session(given, TIMEOUT_S)
-            shown = session.begin()
-            timeout_s = float(getattr(shown, "timeout_s", TIMEOUT_S))
-            session.close()
-            return cls(given, shown, timeout_s)
+            shown = finished(given(), TIMEOUT_S)
+            spec = cls(given, functions, shown, float(getattr(shown, "timeout_s", TIMEOUT_S)))
+            spec.close(shown)
+            assert spec.schemas is not None  # raises an error now rather than in a dialogue
+            return spec
 
     @property
     def name(self) -> str:
         """The name of the class, which is also the name of its reward."""
         return type(self.shown).__name__
+
+    @property
+    def is_game(self) -> bool:
+        """Whether its environments answer by `step`, and so have no tools."""
+        return hasattr(self.shown, "step")
+
+    @property
+    def has_reward(self) -> bool:
+        return self.is_game or hasattr(self.shown, "get_reward")
+
+    @cached_property
+    def schemas(self) -> dict[str, Schema]:
+        """The schemas of the tools, by name."""
+        return {name: tool.schema for name, tool in self.tools_of(self.shown).items()}
+
+    def tools_of(self, environment: Any) -> dict[str, Tool]:
+        """An environment's public methods, and the tools of the run. A game has none."""
+        if self.is_game:
+            return {}
+        methods = inspect.getmembers(type(environment), inspect.isroutine)
+        names = [name for name, _ in methods if name[0] != "_" and name not in NOT_TOOLS]
+        own = [(name, Tool(name, getattr(environment, name))) for name in names]
+        return by_name("tools", [*own, *self.functions.items()])
+
+    def close(self, environment: Any) -> None:
+        if hasattr(environment, "close"):
+            finished(environment.close(), self.timeout_s)
 
 
 def by_name(what: str, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,18 +108,17 @@ class EnvironmentSet:
     @classmethod
     def of(cls, environment: Any = None, tools: Any = ()) -> "EnvironmentSet":
         """The set of one class or callable, or of several by name, and of functions as tools."""
+        functions = [Tool.of(function) for function in ([tools] if callable(tools) else tools)]
+        tools_by_name = by_name("tools", [(tool.name, tool) for tool in functions])
         if isinstance(environment, Mapping):
-            specs = {name: EnvironmentSpec.of(given) for name, given in environment.items()}
+            given = environment.items()
+            specs = {name: EnvironmentSpec.of(make, tools_by_name) for name, make in given}
         else:
-            spec = EnvironmentSpec.of(ToolsAlone if environment is None else environment)
+            make = ToolsAlone if environment is None else environment
+            spec = EnvironmentSpec.of(make, tools_by_name)
             specs = {spec.name: spec}
         by_name("environments", [(spec.name, type(spec.shown)) for spec in specs.values()])
-        functions = [tools] if callable(tools) else tools
-        function_tools = [Tool.of(function) for function in functions]
-        environments = cls(specs, by_name("tools", [(tool.name, tool) for tool in function_tools]))
-        for spec in specs.values():
-            environments.tools_of(spec.shown)  # raises an error for two tools of one name
-        return environments
+        return cls(specs, tools_by_name)
 
     @classmethod
     def load(cls, setting: str) -> "EnvironmentSet":
@@ -135,25 +131,12 @@ class EnvironmentSet:
     @cached_property
     def reward_weights(self) -> dict[str, float]:
         """The weights of the environments' rewards, by the names of their classes."""
-        return {
-            spec.name: 1.0
-            for spec in self.specs.values()
-            if is_game(spec.shown) or hasattr(spec.shown, "get_reward")
-        }
+        return {spec.name: 1.0 for spec in self.specs.values() if spec.has_reward}
 
     @property
     def reads_rows(self) -> bool:
         """Whether there is an environment, which may read all of a row and ask by itself."""
         return not any(isinstance(spec.shown, ToolsAlone) for spec in self.specs.values())
-
-    def tools_of(self, environment: Any) -> dict[str, Tool]:
-        """An environment's public methods, and the tools of the run. A game has none."""
-        if is_game(environment):
-            return {}
-        methods = inspect.getmembers(type(environment), inspect.isroutine)
-        names = [name for name, _ in methods if name[0] != "_" and name not in NOT_TOOLS]
-        own = [(name, Tool(name, getattr(environment, name))) for name in names]
-        return by_name("tools", [*own, *self.tools.items()])
 
     def spec_of(self, example: Example) -> EnvironmentSpec:
         """The spec that a row's `environment` names, else the first."""
@@ -193,6 +176,94 @@ def arguments_of(environment: Any, example: Example) -> Mapping[str, Any]:
     return {name: value for name, value in example.fields.items() if name in named}
 
 
+@dataclass(eq=False)
+class Episode:
+    """A completion in its environment: what was said after the prompt, and its reward.
+
+    The environment is closed even if a call that took too long is still running in it, because
+    closing often ends such a call. Only one that takes too long to make is not closed.
+    """
+
+    spec: EnvironmentSpec
+    example: Example
+    environment: Any = None  # made when it is needed
+    messages: list[Message] = field(default_factory=list)
+    turns: list[str] = field(default_factory=list)  # what the policy said
+    results: list[Result] = field(default_factory=list)  # results of its calls of tools
+    num_tokens: int = 0  # tokens of the completion before the turn in work
+    is_closed: bool = True  # whether a stop token ended the last turn, and not a text of --stop
+    reward: float = 0.0  # sum of a game's rewards so far
+    over: bool = False  # whether the game has ended
+    cut: bool = False  # whether a limit ended the dialogue after an answer
+    final: float | None = None  # the reward at the end, or None if it does not concern the row
+    error: str | None = None  # what the environment raised, or that it took too long
+
+    def begin(self) -> str:
+        """Make the environment and reset it; return its first observation as a text."""
+        self.environment = finished(self.spec.make(), self.spec.timeout_s)
+        row = arguments_of(self.environment, self.example)
+        answer = self.environment.reset(**copy.deepcopy(row))  # an episode may change its row
+        return as_text(finished(answer, self.spec.timeout_s))
+
+    def begun(self) -> Any:
+        """The environment, which begins at the first call. The prompt has what it says first."""
+        if self.environment is None:
+            observation = self.begin()
+            messages = self.example.messages
+            asking = [message["content"] for message in messages if message["role"] != "assistant"]
+            if not [self.example.prompt, *asking][-1].endswith(observation):
+                raise ValueError("reset must say the same to all completions of a prompt")
+        return self.environment
+
+    def close(self) -> None:
+        self.spec.close(self.environment)
+
+    def take_turn(self, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+        """Note what the policy said last, and return it; `ids` are all tokens up to its end."""
+        text = tokenizer.decode(ids[self.num_tokens :])
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns.append(text)
+        self.num_tokens = len(ids)
+        self.is_closed = ids[-1] in tokenizer.stops
+        return text
+
+    def answer(self, text: str, form: CallForm | None = None) -> list[Message]:
+        """What the environment answers to a turn: nothing if it has no call in this form."""
+        environment = self.begun()
+        timeout_s = self.spec.timeout_s
+        if not self.spec.is_game:
+            tools = self.spec.tools_of(environment)
+            results = [
+                result_of(tools, name, arguments, timeout_s)
+                for name, arguments in calls_of(text, form)
+            ]
+            self.results += results
+            return [result.message for result in results]
+        observation, reward, done, *more = finished(environment.step(text), timeout_s)
+        self.reward += float(reward)
+        # Gymnasium returns observation, reward, terminated, truncated and info.
+        self.over = bool(done or (len(more) == 2 and more[0]))
+        return [{"role": "user", "content": as_text(observation)}]
+
+    def score(self) -> float | None:
+        final = getattr(self.begun(), "get_reward", None)
+        reward = finished(final(), self.spec.timeout_s) if final else self.reward
+        return None if reward is None else float(as_numbers(reward, ()))
+
+    def completion(self) -> Completion:
+        """The text of the last turn, with the messages and the reward of the whole dialogue."""
+        return Completion(
+            self.turns[-1],
+            is_dialogue=True,
+            messages=self.messages,
+            turns=len(self.turns),
+            failed_calls=[result.has_failed for result in self.results],
+            cut=self.cut,
+            error=self.error,
+            rewards={self.spec.name: self.final} if self.spec.has_reward else {},
+        )
+
+
 class TurnTask(WrappedTask):
     """A task whose prompts end with the environment's first observation, and list the tools."""
 
@@ -208,13 +279,12 @@ class TurnTask(WrappedTask):
         example = replace(example, fields={"seed": seed, **example.fields})
         spec = self.environments.spec_of(example)
         about = f"environment {spec.name}: {example.label}"
-        session = Session(spec.make, spec.timeout_s)
-        begin = partial(session.reset, example)
-        _, observation, error = called(begin, spec.timeout_s)
-        called(session.close, spec.timeout_s)
+        episode = Episode(spec, example)
+        _, observation, error = called(episode.begin, spec.timeout_s)
+        called(episode.close, spec.timeout_s)
         if error:
             raise RunFailed(f"{about}: {failure(error)}") from error
-        if session.environment is spec.shown:
+        if episode.environment is spec.shown:
             advice = "make a new one for each completion"
             raise ConfigError(f"{about}: the callable returned the same object again; {advice}")
 
@@ -234,19 +304,9 @@ class TurnTask(WrappedTask):
             signature.bind(**arguments_of(spec.shown, example))
         return self._with_tools(example, spec)
 
-    @cached_property
-    def schemas(self) -> dict[str, dict[str, Schema]]:
-        """The schemas of the tools that each environment offers, by its name and theirs."""
-        return {
-            spec.name: {
-                name: tool.schema for name, tool in self.environments.tools_of(spec.shown).items()
-            }
-            for spec in self.environments.specs.values()
-        }
-
     def _with_tools(self, example: Example, spec: EnvironmentSpec) -> Example:
         """Add the tools of the run to a row's own, and replace those of equal names."""
-        schemas = self.schemas[spec.name]
         own = example.tools or ()
-        others = [each for each in own if each.get("function", each).get("name") not in schemas]
-        return replace(example, tools=[*others, *schemas.values()])
+        names = spec.schemas.keys()
+        others = [each for each in own if each.get("function", each).get("name") not in names]
+        return replace(example, tools=[*others, *spec.schemas.values()])
