@@ -61,15 +61,10 @@ class Dialogues:
 
         With `wait`, there is at least one answer if a turn was submitted.
         """
-        answers: dict[int, Sequence[int]] = {}
-        for sequence, messages, error in self.pool.ended(wait=wait):
-            episode = self.episodes[sequence]
-            if error:
-                self._fail(episode, error)
-                answers[sequence] = []
-            else:
-                answers[sequence] = self._receive(episode, messages)
-        return answers
+        return {
+            sequence: self._receive(self.episodes[sequence], messages, error)
+            for sequence, messages, error in self.pool.ended(wait=wait)
+        }
 
     def finish(self, completions: Completions) -> list[list[Completion]]:
         """The dialogues of the batch, `[P][G]`, with the rewards of their environments."""
@@ -117,8 +112,13 @@ class Dialogues:
         advice = "such a dialogue counts as the worst of its group"
         self._warn_once("error", f"environment: {episode.error}; {advice}")
 
-    def _receive(self, episode: Episode, messages: list[Message]) -> list[int]:
+    def _receive(
+        self, episode: Episode, messages: list[Message], error: BaseException | None
+    ) -> list[int]:
         """Add an answer to the messages. Returns its tokens, or none if the dialogue has ended."""
+        if error:
+            self._fail(episode, error)
+            return []
         episode.messages += messages
         if episode.over or not messages:
             return []
