@@ -13,7 +13,7 @@ from minigrpo.config import Config
 from minigrpo.run.reading import Run, differing, read_run
 from minigrpo.statistics import wilson
 from minigrpo.tools import cli
-from minigrpo.tools.report import MAX_SAMPLES, figures_of, plot_curve, samples_of
+from minigrpo.tools.report import MAX_SAMPLES, figures_of, plot_curve
 
 from .test_compare import COSTS, write_run
 from .test_doctor import made_up
@@ -81,11 +81,10 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
 def test_held_out_prompts_of_equal_texts_stay_apart(tmp_path: Path) -> None:
     lines = []
     for step, index in itertools.product((1, 2), range(3)):
-        messages = [{"role": "system", "content": f"Report {index}."}]
-        lines.append({**held_out(step, 0, f"{step}"), "index": index, "messages": messages})
-    run = run_with_samples(tmp_path / "a", lines)
-    groups = samples_of(read_run(run))["held_out"]
-    assert [[line["index"] for line in group] for group in groups] == [[0, 0], [1, 1], [2, 2]]
+        lines.append({**held_out(step, 0, f"answer {index}"), "index": index})
+    page = page_of(run_with_samples(tmp_path / "a", lines))
+    groups = [re.findall(r"answer \d", group) for group in page.split("<details>")[1:]]
+    assert groups == [[f"answer {index}"] * 2 for index in range(3)]
 
 
 def test_the_page_asks_for_nothing_and_is_small(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ The page is one file that loads nothing else, made from report.html.j2, with fig
 Several runs share each figure.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -18,14 +17,14 @@ from jinja2 import Template
 from ..config import Config
 from ..errors import refusing
 from ..run.console import Console
-from ..run.logging import SAMPLES, LogLine, read_jsonl
+from ..run.logging import SAMPLES, read_jsonl
 from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing, read_run
 from ..settings import OnePath
 from .doctor import RunArguments, diagnose
 
 BESIDE = ("step", "n")  # numbers of the logs that are not curves
 MAX_POINTS = 100  # of a curve, where more points are averaged with their neighbours
-MAX_SAMPLES = 24  # the last groups of training, and as many held-out prompts
+MAX_SAMPLES = 24  # the last groups of training, and the last held-out prompts
 
 
 def plot_curve(
@@ -83,19 +82,6 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
     return figures
 
 
-def samples_of(run: Run) -> dict[str, list[list[LogLine]]]:
-    """The last groups of training, and held-out prompts with their answers over the run."""
-    lines = read_jsonl(run.folder / SAMPLES)
-    last_groups = {}
-    for source, key in (("train", "step"), ("held_out", "index")):
-        groups = defaultdict[int, list[LogLine]](list)
-        for line in lines:
-            if line["source"] == source:
-                groups[line[key]].append(line)
-        last_groups[source] = [*groups.values()][-MAX_SAMPLES:]
-    return last_groups
-
-
 class ReportArguments(RunArguments):
     out: OnePath = Path("report.html")
     """The page."""
@@ -111,7 +97,8 @@ def report_command(argv: Sequence[str], prog: str) -> None:
         columns=OVERVIEW_COLUMNS,
         overviews=[run.overview() for run in runs],
         diagnose=diagnose,
-        samples=[samples_of(run) for run in runs],
+        samples=[read_jsonl(run.folder / SAMPLES) for run in runs],
+        max_samples=MAX_SAMPLES,
         figures=figures_of(runs),
         changed=differing([Config().flat(), *settings]),
     )
