@@ -148,15 +148,12 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
 
 
 def show(console: Console, graded: Graded) -> None:
-    """Print prompts, answers, and each completion or dialogue with its reward."""
+    """Print prompts, answers, and the messages of each completion with its reward."""
     rewards = graded.rewards
     for p, example in enumerate(graded.examples):
-        lines = [f"prompt      {example.prompt}"]
-        lines += [f"reference   {example.answer}"] if example.answer else []
+        lines = [f"prompt      {example.prompt}", f"reference   {example.answer}"]
         for g, text in enumerate(graded.texts[p]):
-            for message in text.messages:
-                speaker = message["role"] if text.is_dialogue else "completion"
-                lines.append(f"{speaker:<10}  {message['content']}")
+            lines += [f"{said['role']:<10}  {said['content']}" for said in text.messages]
             if rewards.total_known[p, g]:
                 lines[-1] += f"   reward {rewards.total[p, g]:.3g}"
         console.say(printable("\n".join([*lines, ""])))

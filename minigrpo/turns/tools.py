@@ -41,9 +41,7 @@ class Tool:
         """The tool of a function. Raises ConfigError for a value that a model cannot call."""
         if not inspect.isroutine(given) or not given.__name__.isidentifier():
             raise ConfigError(f"tool {given!r:.80}: give a function that was made by `def`")
-        tool = cls(given.__name__, given)
-        assert tool.schema  # raises an error now rather than in a dialogue
-        return tool
+        return cls(given.__name__, given)
 
     @cached_property
     def typed(self) -> Callable[..., Any]:
