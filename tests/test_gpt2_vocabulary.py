@@ -68,10 +68,10 @@ def small_encoding() -> tiktoken.Encoding:
 
 
 @cache
-def small_tokenizer() -> Tokenizer:
+def small_tokenizer(chat_template: str = "") -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer_module, "read_file_cached", read_small)
-        return load_tokenizer("gpt2")
+        return load_tokenizer("gpt2", chat_template)
 
 
 @given(st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
@@ -81,14 +81,8 @@ def test_a_text_has_the_ids_of_tiktoken(text: str) -> None:
     assert small_tokenizer().decode(ids) == text
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "read_file_cached", read_small)
-
-
-@pytest.mark.usefixtures("small")
 def test_it_has_all_that_a_tokenizer_has() -> None:
-    tokenizer = load_tokenizer("gpt2")
+    tokenizer = small_tokenizer()
     assert tokenizer.eot == tokenizer.turn_end == 400
     assert tokenizer.stops == {400}
     assert tokenizer.special == {END_OF_TEXT: 400}
@@ -98,12 +92,11 @@ def test_it_has_all_that_a_tokenizer_has() -> None:
     assert tokenizer.decode([*tokenizer.encode("a"), 400]) == "a"
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}{{ eos_token }}"])
 def test_what_is_saved_is_a_tokenizers_folder(tmp_path: Path, template: str | None) -> None:
     own = tmp_path / "template.jinja"
     own.write_text(template or "")
-    tokenizer = load_tokenizer("gpt2", str(own) if template else None)
+    tokenizer = small_tokenizer(str(own) if template else "")
     tokenizer.save(tmp_path)
     again = load_tokenizer(str(tmp_path))
     assert again.fingerprint == tokenizer.fingerprint
