@@ -226,16 +226,28 @@ def paying(**arguments: Any) -> dict[str, Any]:
     return {"name": "pay", "arguments": arguments}
 
 
+NOTES = ("[x]", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
+
+
+@pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_is_read_as_its_template_writes_it(form: CallForm) -> None:
-    text = written(form, paying(note="[x]"))
-    expected = [("pay", {"note": "[x]"})]
+def test_a_call_is_read_as_its_template_writes_it(form: CallForm, note: str) -> None:
+    """Nothing in it ends it or is a thought."""
+    text = written(form, paying(note=note))
+    draft = call("pay")
     before = "<|python_tag|>" if form is LLAMA else "Well.\n"
-    assert calls_of(text) == expected
-    assert calls_of(f"{before}{text}\n", form) == expected
+    wholes = [text, f"{before}{text}\n", f"<think>{draft}</think>{text}"]
+    if form is not MISTRAL:  # its last call is whatever follows
+        wholes.append(f"{draft} or not</think>\n{text}")  # the prompt began the thought
+    assert [form.find(whole) for whole in wholes] == [[("pay", {"note": note})]] * len(wholes)
     if form is not LLAMA:
         two = written(form, paying(amount=1), paying(amount=2))
         assert [arguments["amount"] for _, arguments in form.find(two)] in ([1, 2], ["1", "2"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_form_that_finds_calls_counts(form: CallForm) -> None:
+    assert calls_of(written(form, paying(note="[x]"))) == [("pay", {"note": "[x]"})]
 
 
 @pytest.mark.parametrize("text", ["the answer is {3}", "", '{"answer": 5}', "{3}"])
@@ -258,22 +270,6 @@ def test_a_broken_call_is_one_without_arguments(broken: str) -> None:
         (MISTRAL, f"[TOOL_CALLS]{broken}"),
     ):
         assert [arguments for _, arguments in form.find(text)] == [{}]
-
-
-HIDDEN = ("</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", '"}')
-
-
-@pytest.mark.parametrize("note", HIDDEN)
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_in_a_call_ends_it_or_is_a_thought(form: CallForm, note: str) -> None:
-    text = written(form, paying(note=note))
-    draft = call("pay")
-    expected = [("pay", {"note": note})]
-    assert form.find(text) == expected
-    assert form.find(f"<think>{draft}</think>{text}") == expected
-    if form is not MISTRAL:  # its last call is whatever follows
-        begun_by_the_prompt = f"{draft} or not</think>\n"
-        assert form.find(begun_by_the_prompt + text) == expected
 
 
 def test_a_call_counts_only_in_the_form_of_the_template() -> None:
@@ -549,8 +545,9 @@ def test_a_schema_that_a_row_has_is_not_shown_again() -> None:
 
 
 class Sized:
-    """A game of a given length."""
+    """A game of a given length, with a deadline of its own."""
 
+    timeout_s = 3
     closed = 0
 
     def __init__(self, size: int = 3) -> None:
@@ -580,15 +577,12 @@ def test_a_callable_makes_environments(make: Callable[[], Any]) -> None:
     world = EnvironmentSet.of(make)
     assert Sized.closed == before + 1
     assert [*world.specs] == [*world.reward_weights] == ["Sized"]
+    assert world.specs["Sized"].timeout_s == 3
     episode = played(world, Example(""), "a")
     assert not episode.over
     episode.answer("b")
     assert episode.over
     assert episode.score() == 7
-
-
-def with_timeout(timeout_s: Any) -> type[Quiz]:
-    return type("Timed", (Quiz,), {"timeout_s": timeout_s})
 
 
 class Called:
@@ -600,28 +594,8 @@ def of_places(word: str, /) -> str:
     return word
 
 
-def of_many(*words: str) -> str:
-    return ""
-
-
 def of_unknown(word: Called) -> str:
     return ""
-
-
-UNCALLABLE = {
-    "class": Called,
-    "object": Called(),
-    "without a name": lambda word: word,
-    "arguments by place": of_places,
-    "any number of arguments": of_many,
-    "type that JSON lacks": of_unknown,
-    "schema": Tool("search", search).schema,
-}
-
-
-@pytest.mark.parametrize("tool", UNCALLABLE)
-def test_what_a_model_cannot_call_is_refused(tool: str) -> None:
-    refused(EnvironmentSet.of, None, [UNCALLABLE[tool]])
 
 
 class Odd(Quiz):
@@ -630,7 +604,13 @@ class Odd(Quiz):
 
 
 REFUSED = {
-    "a method that a model cannot call": (Odd, []),
+    "class": (None, [Called]),
+    "object": (None, [Called()]),
+    "without a name": (None, [lambda word: word]),
+    "arguments by place": (None, [of_places]),
+    "any number of arguments": (Odd, []),
+    "type that JSON lacks": (None, [of_unknown]),
+    "schema": (None, [Tool("search", search).schema]),
     "a tool of another's name": (None, [search, Library().search]),
     "a tool of a method's name": (Library, [search]),
     "a tool of one of several methods' name": ({"a": Game, "b": Library}, [search]),
@@ -642,13 +622,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_what_makes_no_environments_is_refused(given: str) -> None:
+def test_what_makes_no_environments_or_tools_is_refused(given: str) -> None:
     refused(EnvironmentSet.of, *REFUSED[given])
-
-
-@pytest.mark.parametrize("make", [with_timeout(3), partial(with_timeout(3))])
-def test_an_environment_may_have_a_deadline_of_its_own(make: Callable[[], Any]) -> None:
-    assert EnvironmentSet.of(make).specs["Timed"].timeout_s == 3
 
 
 def test_methods_with_a_cache_and_of_the_class_are_tools() -> None:

@@ -193,26 +193,22 @@ def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> Non
 
 
 def test_a_fingerprint_is_that_of_all_that_makes_tokens_and_ends_texts(tmp_path: Path) -> None:
-    first = load(tmp_path)
-    tokenizer = read_json(tmp_path / "tokenizer.json")
+    folder = tmp_path / "a"
+    first = load(folder)
+    copied = shutil.copytree(folder, tmp_path / "b")
+    assert {file.name for file in copied.iterdir()} <= {*FILES}
+    again = load_tokenizer(str(copied / "tokenizer.json"))
+    assert (again.fingerprint, again.source) == (first.fingerprint, copied)
+    tokenizer = read_json(folder / "tokenizer.json")
     merges = [*tokenizer["model"]["merges"]]
     others = [
-        change(tmp_path, model={**tokenizer["model"], "merges": merges[1:] + merges[:1]}),
-        change(tmp_path, normalizer=None),
-        change(tmp_path, added_tokens=[{**x, "rstrip": True} for x in tokenizer["added_tokens"]]),
-        load(tmp_path, eos_token=START),
-        load(tmp_path, template=tiny.QWEN_TEMPLATE + " "),
+        change(folder, model={**tokenizer["model"], "merges": merges[1:] + merges[:1]}),
+        change(folder, normalizer=None),
+        change(folder, added_tokens=[{**x, "rstrip": True} for x in tokenizer["added_tokens"]]),
+        load(folder, eos_token=START),
+        load(folder, template=tiny.QWEN_TEMPLATE + " "),
     ]
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
-
-
-def test_a_copy_of_the_files_has_the_fingerprint(tmp_path: Path) -> None:
-    first = load(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert {file.name for file in (tmp_path / "b").iterdir()} <= {*FILES}
-    again = load_tokenizer(str(tmp_path / "b" / "tokenizer.json"))
-    assert again.fingerprint == first.fingerprint
-    assert again.source == tmp_path / "b"
 
 
 def test_what_would_give_wrong_tokens_is_refused(tmp_path: Path) -> None:
