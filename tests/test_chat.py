@@ -188,7 +188,8 @@ def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:
     refused(load_tokenizer, "chess", system="Be short.")  # it would do nothing
 
 
-USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+WHOLE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+USERS = WHOLE.replace("messages", "messages if m.role == 'user'")  # without the instructions
 
 
 @pytest.mark.parametrize(
@@ -197,28 +198,21 @@ USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
         "What is asked?",
         "{{ messages[0].content }}",
         "{{ messages[1].content | wordcount }}",
-        USERS,  # without the system message
+        USERS,
         "{{ messages | map(attribute='content') }}",  # a generator's address
+        *("{% for %}", "{{ messages.append(1) }}" + WHOLE, "{{ ''.__class__.__mro__ }}" + WHOLE),
+        *("{{ 1 / 0 }}" + WHOLE, "{{ raise_exception('no') }}" + WHOLE),
     ],
 )
-def test_a_template_without_the_question_or_the_instructions_is_refused(template: str) -> None:
-    refused(Chat(template).prompt, ask("1+1?", system="Short."))
-    assert Chat(USERS).prompt(ask("1+1?")) == "1+1?"  # without instructions
+def test_a_template_that_leaves_out_messages_or_fails_is_refused(template: str) -> None:
+    messages = ask("1+1?", system="Short.")
+    assert Chat(WHOLE).prompt(messages) == "Short.1+1?"
+    refused(lambda: Chat(template).prompt(messages))
+
+
+def test_instructions_that_nobody_gives_may_be_left_out() -> None:
+    assert Chat(USERS).prompt(ask("1+1?")) == "1+1?"
     refused(Chat(USERS, system="Short.").prompt, ask("1+1?"))
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for %}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}",
-        "{{ 1 / 0 }}",
-        "{{ raise_exception('no') }}",
-    ],
-)
-def test_what_a_template_must_not_do_is_refused(template: str) -> None:
-    refused(lambda: Chat(template).render(ask("a")))
 
 
 def test_a_template_of_the_users_counts_before_those_of_the_folder(tmp_path: Path) -> None:
