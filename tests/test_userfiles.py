@@ -151,7 +151,7 @@ def test_postponed_annotations_are_the_types_of_tools(whole: Path) -> None:
     environments = EnvironmentSet.load(f"{whole}:Walk")
     walk = load_file(whole).Walk()
     walk.reset()
-    add = environments.tools_of(walk)["add"]
+    add = environments.specs["Walk"].tools_of(walk)["add"]
     properties = add.schema["function"]["parameters"]["properties"]
     assert properties["far"]["type"] == "integer"
     assert properties["unit"]["enum"] == ["m", "km"]
