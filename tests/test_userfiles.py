@@ -241,4 +241,3 @@ def test_a_model_at_the_top_of_a_file_is_loaded_once_by_a_run(whole: Path, tmp_p
     assert (whole.parent / "runs.txt").read_text() == "run\n"
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["rewards/length/mean"] <= 5
     cli.main(["evaluate", f"{tmp_path}/run", "--n", "2"])
-    cli.main(["sample", f"{tmp_path}/run", "--examples", "1"])

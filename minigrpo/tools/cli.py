@@ -20,7 +20,7 @@ from ..userfiles import place_of
 COMMANDS = {
     "train": "train a model with GRPO, or supervised on true answers",
     "evaluate": "score a model on held-out examples, with confidence intervals",
-    "sample": "prompt a model, or show its answers to held-out examples",
+    "sample": "prompt a model with a text of your own",
     "report": "write a page about runs: curves, settings, findings and samples",
     "compare": "tell what differs between runs, and whether it is more than chance",
     "doctor": "tell what is wrong with a run, and what to do about it",

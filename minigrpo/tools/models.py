@@ -9,9 +9,9 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from ..build import FrozenModels, Job, make_sampler, make_scorer, make_tokenizer, resolve
 from ..config import Config, read_flags, read_toml
-from ..evaluate import complete_prompt, grade, held_out_examples, measure
+from ..evaluate import complete_prompt, measure
 from ..given import Given
-from ..metrics import SAMPLED, Graded
+from ..metrics import SAMPLED
 from ..model.source import RECORD, ModelSource
 from ..model.transformer import Transformer
 from ..rewards.scorer import RewardScorer
@@ -109,34 +109,25 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
 
 
 class SampleArguments(ModelArguments):
-    """Prompt a model with a text of your own, or show its answers to held-out examples.
+    """Prompt a model with a text of your own.
 
     minigrpo sample MODEL --prompt "Why is the sky blue?" [flags of minigrpo train]
-
-    minigrpo sample RUN --examples 5 --n 4
 
     It samples with the settings of the run unless flags change them, such as --temperature 0.7.
     """
 
-    prompt: str = ""
+    prompt: str
     """A text for the model: a user's message if the model has a chat template, else as it is."""
     raw: bool = False
     """Send --prompt as it is, without the chat template."""
-    examples: PositiveInt = 3
-    """Without --prompt: the number of held-out examples."""
     n: NonNegativeInt = 1
-    """Completions to sample per prompt; 0: the greedy one."""
+    """Completions to sample; 0: the greedy one."""
 
 
 def sample_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = SampleArguments.parse(argv, prog)
     config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
     console = Console()
-    if not arguments.prompt:
-        sampler, scorer = open_with_task(config, console)
-        examples = held_out_examples(scorer.task, arguments.examples)
-        show(console, grade(sampler, scorer, examples, arguments.n, config.sampling))
-        return
     # the run's task is of no interest, and its files may be gone
     tokenizer = make_tokenizer(config)
     model = open_model(config, tokenizer, console.say)
@@ -145,18 +136,6 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     for number, text in enumerate(texts, 1):
         label = f"[{number}] " if len(texts) > 1 else ""
         console.say(label + printable(text))
-
-
-def show(console: Console, graded: Graded) -> None:
-    """Print prompts, answers, and the messages of each completion with its reward."""
-    rewards = graded.rewards
-    for p, example in enumerate(graded.examples):
-        lines = [f"prompt      {example.prompt}", f"reference   {example.answer}"]
-        for g, text in enumerate(graded.texts[p]):
-            lines += [f"{said['role']:<10}  {said['content']}" for said in text.messages]
-            if rewards.total_known[p, g]:
-                lines[-1] += f"   reward {rewards.total[p, g]:.3g}"
-        console.say(printable("\n".join([*lines, ""])))
 
 
 class ExportArguments(ModelArguments):
