@@ -297,12 +297,8 @@ class TurnTask(WrappedTask):
     def known(self, number: int) -> Example:
         """A row as it is asked, but without the first observation: a reset may take long."""
         example = self.source.known(number)
-        example = replace(example, fields={"seed": 0, **example.fields})
         with refusing(example.label):
-            spec = self.environments.spec_of(example)
-            signature = inspect.signature(spec.shown.reset)
-            signature.bind(**arguments_of(spec.shown, example))
-        return self._with_tools(example, spec)
+            return self._with_tools(example, self.environments.spec_of(example))
 
     def _with_tools(self, example: Example, spec: EnvironmentSpec) -> Example:
         """Add the tools of the run to a row's own, and replace those of equal names."""
