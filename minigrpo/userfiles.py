@@ -10,7 +10,7 @@ import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -40,7 +40,7 @@ class UserFileFinder:
 
 
 sys.meta_path.append(UserFileFinder())
-_read: dict[str, str] = {}  # file -> its sha256 when it was first read, here or in a worker
+_read: dict[str, str] = {}  # file -> its sha256 when it was first read
 
 
 def load_file(path: str | Path) -> ModuleType:
@@ -66,7 +66,7 @@ def load_file(path: str | Path) -> ModuleType:
 
 
 def files_read() -> dict[str, str]:
-    """The files of users' modules, here and in workers, with the sha256 when each was loaded."""
+    """The files of users' modules, with the sha256 when each was loaded."""
     for module in [*sys.modules.values()]:
         attributes = getattr(module, "__dict__", {})  # without a module's own `__getattr__`
         file = str(attributes.get("__file__"))
@@ -75,12 +75,6 @@ def files_read() -> dict[str, str]:
         if file not in _read:
             _read[file] = sha256_of(file)
     return _read.copy()
-
-
-def changed_files(others: Mapping[str, str]) -> list[str]:
-    """The files whose sha256 in `others` is not the one read first. New files are remembered."""
-    files_read()
-    return [file for file, sha256 in others.items() if _read.setdefault(file, sha256) != sha256]
 
 
 def sha256_of(file: str | Path) -> str:

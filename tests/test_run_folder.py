@@ -568,7 +568,7 @@ def test_code_that_has_changed_is_named_and_used_as_it_is(
     monkeypatch.setattr(userfiles, "_read", {})  # without files of other tests
     load_file(users_file)
     run = Run(tmp_path / "run").start()
-    userfiles.changed_files({str(later): userfiles.sha256_of(later)})  # a worker has read it
+    load_file(later)
     run.train().save().die()
     del userfiles._read[str(later)]
     later.write_text("LIMIT = 4\n")

@@ -181,23 +181,14 @@ def paid(example, text):
         time.sleep(60)
     return PAY
 """
-LATER = SLOW.replace("from PAYS import PAY\n", "").replace(
-    "    return PAY", "    from PAYS import PAY\n    return PAY"
-)
 
 
-@pytest.mark.parametrize(
-    ("file", "edited"),
-    [(SLOW, "PAY = 2.0\n"), (SLOW, "PAY = "), (LATER, "PAY = 2.00\n")],
-    ids=["whole", "not whole", "imported by the function"],
-)
-def test_a_run_is_not_paid_by_a_file_that_has_changed(
-    tmp_path: Path, file: str, edited: str
-) -> None:
+@pytest.mark.parametrize("edited", ["PAY = 2.0\n", "PAY = "], ids=["whole", "not whole"])
+def test_a_run_is_not_paid_by_a_file_that_has_changed(tmp_path: Path, edited: str) -> None:
     """A late call ends its process; the next process reads the files again, also those beside."""
     helper = tmp_path / f"pays_{len(edited)}.py"  # the path for imports has all these folders
     helper.write_text("PAY = 1.0\n")
-    (tmp_path / "rewards.py").write_text(file.replace("PAYS", helper.stem))
+    (tmp_path / "rewards.py").write_text(SLOW.replace("PAYS", helper.stem))
     scorer = RewardScorer(Task(), functions=load_rewards(str(tmp_path / "rewards.py")), workers=1)
     first = scorer.score([Example("?")], [group("a", "slow")])
     assert first.scores["paid"].failed.tolist() == [[False, True]]

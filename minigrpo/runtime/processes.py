@@ -6,7 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import RunFailed, error_text
-from ..userfiles import changed_files, files_read, sha256_of
+from ..userfiles import files_read, sha256_of
 from .hangs import LONGEST_S
 
 LATE = "it took longer than its timeout_s"
@@ -43,11 +43,11 @@ class WorkerProcesses:
             pipe.send(arguments)
             if not pipe.poll(min(timeout_s, LONGEST_S)):
                 raise TimeoutError(LATE)
-            result, error_said, read_anew = pipe.recv()  # EOFError: it has ended
+            result, error_said = pipe.recv()  # EOFError: it has ended
             answer = pickle.loads(result)
-            refuse_changes(read_anew)
         except BaseException:
-            kill(process)
+            process.kill()
+            process.wait()
             raise
         self.idle.put((process, pipe))
         if error_said:
@@ -64,25 +64,16 @@ class WorkerProcesses:
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         pipe.send((sys.path, self.module, self.name))
+        first_read = files_read()
         try:
             read_anew = pipe.recv()  # it is ready
         except EOFError:  # it has ended, perhaps because a file is no longer whole
-            read_anew = {file: sha256_of(file) for file in files_read()}
-        refuse_changes(read_anew)  # with an error, the connection and then the process end
+            read_anew = {file: sha256_of(file) for file in first_read}
+        changed = [file for file, sha in read_anew.items() if first_read.get(file, sha) != sha]
+        if changed:  # with the error, the connection and then the process end
+            advice = "has changed since the run began: restore it, or resume with it as it is"
+            raise RunFailed(f"{', '.join(changed)} {advice}")
         return process, pipe
-
-
-def kill(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-
-
-def refuse_changes(read: Mapping[str, str]) -> None:
-    """Raise RunFailed if users' files are not as they were when the run first read them."""
-    changed = changed_files(read)
-    if changed:
-        advice = "has changed since the run began: restore it, or resume with it as it is"
-        raise RunFailed(f"{', '.join(changed)} {advice}")
 
 
 def serve(file: int) -> None:
@@ -97,7 +88,6 @@ def serve(file: int) -> None:
     pipe.send(files_read())
 
     # 2. Call it.
-    num_modules = len(sys.modules)
     with suppress(EOFError, OSError):  # the run has ended
         while True:
             arguments = pipe.recv()
@@ -109,11 +99,8 @@ def serve(file: int) -> None:
             except BaseException as error:  # perhaps the answer cannot be pickled
                 result = pickle.dumps(None)
                 error_said = error_text(error)
-            # the function may import more when it is called
-            read = files_read() if len(sys.modules) != num_modules else {}
-            num_modules = len(sys.modules)
             fcntl.fcntl(file, fcntl.F_SETFL, 0)
-            pipe.send((result, error_said, read))
+            pipe.send((result, error_said))
 
 
 def handle_stop_signals(action: Any) -> None:
