@@ -49,17 +49,15 @@ LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "nll"
 
 
 def read_pairs(value: Any) -> Any:
-    """Read `"a=1,b=2"` as a dict. A comma separates only before NAME=, as in `"a=2x12,3x12"`."""
+    """Read a text of pairs as a dict: `"a=false,b=2x12,3x12"` has a bool and a text.
+
+    Values may be JSON. A comma separates pairs only before NAME=.
+    """
     if not isinstance(value, str):
         return value
-    pairs = re.split(r",\s*(?=\w+=)", value)
-    return dict(pair.split("=", 1) for pair in pairs if pair)
-
-
-def read_json_pairs(value: Any) -> Any:
-    """Read pairs whose values may be JSON: `"a=false,b=word"` has a bool and a text."""
-    pairs = read_pairs(value)
-    for name, text in pairs.items() if isinstance(value, str) else ():
+    texts = re.split(r",\s*(?=\w+=)", value)
+    pairs: dict[str, Any] = dict(text.split("=", 1) for text in texts if text)
+    for name, text in pairs.items():
         with suppress(ValueError):
             pairs[name] = json.loads(text)
     return pairs
@@ -67,7 +65,7 @@ def read_json_pairs(value: Any) -> Any:
 
 # a flag is a text, which the setting's own type reads
 AsPairs = tyro.conf.arg(constructor=str, metavar="NAME=VALUE,..", help_behavior_hint="")
-Arguments = Annotated[dict[str, Any], BeforeValidator(read_json_pairs), AsPairs]
+Arguments = Annotated[dict[str, Any], BeforeValidator(read_pairs), AsPairs]
 RewardWeights = Annotated[dict[str, float], BeforeValidator(read_pairs), AsPairs]
 # a line break is hard to write in a shell
 AsLines = AfterValidator(lambda text: text.replace(r"\n", "\n"))
