@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,24 +41,18 @@ class Output:
             self.stream.flush()
 
 
-class Screen(rich.console.Console):
+def screen() -> rich.console.Console:
     """Standard output for rich. A file, a pipe or a notebook gets plain text, as wide as it is."""
-
-    def __init__(self) -> None:
-        output: Any = Output(sys.stdout)
-        super().__init__(
-            file=output,
-            width=None if output.is_terminal else WIDEST_LINE,
-            force_terminal=output.is_terminal,
-            force_jupyter=False,
-            soft_wrap=True,
-            markup=False,
-            emoji=False,
-        )
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor alone: a run that is killed could not show it again."""
-        return False
+    output: Any = Output(sys.stdout)
+    return rich.console.Console(
+        file=output,
+        width=None if output.is_terminal else WIDEST_LINE,
+        force_terminal=output.is_terminal,
+        force_jupyter=False,
+        soft_wrap=True,
+        markup=False,
+        emoji=False,
+    )
 
 
 class Console:
@@ -87,15 +81,15 @@ class Console:
 
         Call what it yields with the number of each step and its metrics. `done` steps came before.
         """
-        screen = Screen()
-        has_bar = screen.is_interactive and not self.quiet and done < last_step
+        has_bar = Output(sys.stdout).is_terminal and not self.quiet and done < last_step
         progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
             TextColumn("{task.description}  "),  # leaves room for the ^C of Ctrl-C
-            console=screen,
+            console=screen(),
             auto_refresh=False,  # the bar is drawn after each step, without a thread
             redirect_stderr=Output(sys.stderr).is_terminal,
+            disable=not has_bar,
         )
         task = progress.add_task("", completed=done, total=last_step)
         line_printed_at = -math.inf
@@ -114,7 +108,7 @@ class Console:
                 self.say(f"step {step}/{last_step}  {text}")
                 line_printed_at = now
 
-        with progress if has_bar else nullcontext():
+        with progress:
             yield show
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -126,7 +120,7 @@ class Console:
             table.add_row(*row)
         self.say(f"\n{title}")
         if not self.quiet:
-            Screen().print(table)
+            screen().print(table)
         self.say("")
 
     def introduce(
