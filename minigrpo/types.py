@@ -5,6 +5,7 @@ P prompts, of at most Lp tokens, once per group; G completions per prompt, of at
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -79,15 +80,11 @@ class PerPrompt(Sized):
         return len(next(iter(vars(self).values())))
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {
-            name: value.to(device) if isinstance(value, Tensor | PerPrompt) else value
-            for name, value in vars(self).items()
-        }
-        return type(self)(**moved)
+        return _of_fields(lambda x: x.to(device) if isinstance(x, Tensor) else x, self)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Self:
         """Some of the prompts, by their numbers, in any order."""
-        return type(self)(**_select_rows(vars(self), rows))
+        return _of_fields(partial(_select_rows, rows), self)
 
     def split(self, num_prompts: int) -> list[Self]:
         """Micro-batches of at most `num_prompts` prompts."""
@@ -98,34 +95,36 @@ class PerPrompt(Sized):
     @classmethod
     def join(cls, batches: Sequence[Self]) -> Self:
         """The prompts of several batches, padded to the longest."""
-        return cls(**_join_rows([vars(batch) for batch in batches]))
+        return _of_fields(_join_rows, *batches)
 
 
-def _select_rows(value: Any, rows: Sequence[int] | np.ndarray) -> Any:
-    if isinstance(value, PerPrompt):
-        return value.select(rows)
+def _of_fields(function: Callable[..., Any], *values: Any) -> Any:
+    """What a function makes of each field, at any depth, of one batch or of several."""
+    first = values[0]
+    if isinstance(first, PerPrompt):
+        return type(first)(**_of_fields(function, *map(vars, values)))
+    if isinstance(first, dict):
+        return {name: _of_fields(function, *(x[name] for x in values)) for name in first}
+    return function(*values)
+
+
+def _select_rows(rows: Sequence[int] | np.ndarray, value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return value[rows]
     if isinstance(value, list):
         return [value[row] for row in rows]
-    if isinstance(value, dict):
-        return {name: _select_rows(each, rows) for name, each in value.items()}
     return value  # a number belongs to the whole batch
 
 
-def _join_rows(values: Sequence[Any]) -> Any:
+def _join_rows(*values: Any) -> Any:
     first = values[0]
-    if isinstance(first, PerPrompt):
-        return first.join(values)
-    if isinstance(first, dict):
-        return {name: _join_rows([value[name] for value in values]) for name in first}
     if isinstance(first, np.ndarray):
         return np.concatenate(values)
     if isinstance(first, Tensor):
         if first.dim() > 1:
             width = max(value.shape[-1] for value in values)
-            values = [pad(value, (0, width - value.shape[-1])) for value in values]
-        return torch.cat([*values])
+            values = tuple(pad(value, (0, width - value.shape[-1])) for value in values)
+        return torch.cat(values)
     if isinstance(first, list):
         return [row for value in values for row in value]
     return None if all(value is None for value in values) else sum(values)
