@@ -30,15 +30,18 @@ def learning_rate_at(step: int, config: Config) -> float:
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW over the parameters that are not frozen. Biases and norms have no weight decay."""
     settings = config.optimizer
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     role = roles(model)
-    decaying = [p for name, p in trained.items() if role[name] in DECAYING]
-    others = [p for name, p in trained.items() if role[name] not in DECAYING]
+    decaying = list[Tensor]()
+    others = list[Tensor]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = decaying if role[name] in DECAYING else others
+            group.append(parameter)
     groups = [
         {"params": decaying, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    offloads = config.memory.offload_optimizer and next(iter(trained.values())).is_cuda
+    offloads = config.memory.offload_optimizer and next(model.parameters()).is_cuda
     adamw = OffloadedAdamW if offloads else torch.optim.AdamW
     return adamw(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
 
