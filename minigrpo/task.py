@@ -58,14 +58,6 @@ class Task:
         """Every reward for any text; a true answer scores highest."""
         return {}
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> Mapping[str, Sequence[float | None]]:
-        """The scores of n (example, text) pairs: reward -> n values."""
-        rows = [self.score(example, text) for example, text in zip(examples, texts, strict=True)]
-        names = [name for name in self.reward_weights if name not in self.token_rewards]
-        return {name: [row[name] for row in rows] for name in names}
-
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         """The scores `[P, G]` of `token_rewards`."""
         return {}

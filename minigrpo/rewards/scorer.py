@@ -170,19 +170,16 @@ class RewardScorer:
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
         """The task's rewards of texts, `[P, G]` each."""
-        number = len(batch.distinct)
-        places_of_pieces = np.array_split(batch.distinct, min(self.workers, number))
-        pieces = [batch.pairs(places) for places in places_of_pieces]
-        if len(pieces) > 1:
+        pairs = batch.pairs(batch.distinct)
+        if self.workers > 1:
             with ThreadPoolExecutor(self.workers) as pool:
-                answers = [*pool.map(lambda piece: self.task.score_batch(*piece), pieces)]
+                answers = [*pool.map(self.task.score, *pairs)]
         else:  # a thread would only cost time
-            answers = [self.task.score_batch(*pieces[0])]
-        scores = {}
-        for name in self.text_rewards:
-            of_distinct = [answer for piece in answers for answer in piece[name]]
-            scores[name] = as_scores(of_distinct, number).select(batch.same)
-        return scores
+            answers = [*map(self.task.score, *pairs)]
+        return {
+            name: as_scores([answer[name] for answer in answers], len(answers)).select(batch.same)
+            for name in self.text_rewards
+        }
 
     def _of_function(self, function: RewardFunction, batch: TextBatch) -> Scores:
         """A function's scores of texts, `[P, G]`."""

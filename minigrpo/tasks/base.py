@@ -71,11 +71,6 @@ class WrappedTask(SourceTask):
     def score(self, example: Example, text: str) -> Mapping[str, float | None]:
         return self.source.score(example, text)
 
-    def score_batch(
-        self, examples: Sequence[Example], texts: Sequence[str]
-    ) -> Mapping[str, Sequence[float | None]]:
-        return self.source.score_batch(examples, texts)
-
     def score_tokens(self, batch: TokenBatch) -> Mapping[str, np.ndarray]:
         return self.source.score_tokens(batch)
 
