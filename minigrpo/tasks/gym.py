@@ -71,10 +71,7 @@ class Gym(SourceTask):
             self.entries: list[Record] = [*self.gym]
         if unread:
             raise ConfigError(f"no generator takes {', '.join(sorted(unread))}")
-        rows = [
-            {"number": number, "question": entry["question"]}
-            for number, entry in enumerate(self.entries)
-        ]
+        rows = [{"number": number} for number in range(len(self.entries))]
         super().__init__(Rows(seed, [rows], (), self._row))
 
     def _row(self, record: Record) -> Row:
