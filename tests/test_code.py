@@ -76,11 +76,6 @@ def test_a_line_that_is_no_problem_is_refused(tmp_path: Path, changed: dict[str,
     refused(read, tmp_path, [problem(700), problem(11, **changed)])
 
 
-def test_a_timeout_is_a_number(tmp_path: Path) -> None:
-    with pytest.raises(ValueError):
-        read(tmp_path, [problem(11), problem(700)], timeout="soon")
-
-
 def test_code_is_the_first_block_or_the_whole_text() -> None:
     for text, code in {
         "x = 1": "x = 1",

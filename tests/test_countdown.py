@@ -60,24 +60,18 @@ def own_value(text: str) -> Fraction | None:
     return None
 
 
-@settings(max_examples=60)
-@given(EXPRESSIONS)
+@settings(max_examples=160)
+@given(EXPRESSIONS | st.text("0123456789+-*/() ", max_size=12))
 @example("1/49*49")
 @example("1/(2-2)")
-def test_an_expression_is_worth_what_python_says_in_fractions(text: str) -> None:
-    value = python_value(text)
-    assert own_value(text) == value
-    assert TOOL.calculate(text) == ("error" if value is None else str(value))
-
-
-@settings(max_examples=100)
-@given(st.text("0123456789+-*/() ", max_size=12))
 @example("3**2")
 @example("3(4)")
-def test_what_python_has_and_the_grammar_has_not_is_refused(text: str) -> None:
-    """That is **, //, unary plus, calls and leading zeros."""
+def test_an_expression_is_worth_what_python_says_in_fractions(text: str) -> None:
+    """Without what the grammar has not: **, //, unary plus, calls and leading zeros."""
     other = re.search(r"\*\s*\*|/\s*/|(?:^|[-+*/(])\s*\+|(?<![0-9])0+[1-9]", text)
-    assert own_value(text) == (None if other else python_value(text.strip()))
+    value = None if other else python_value(text.strip())
+    assert own_value(text) == value
+    assert TOOL.calculate(text) == ("error" if value is None else str(value))
 
 
 HOSTILE = [
@@ -142,6 +136,8 @@ def test_the_last_tags_count_else_the_last_line() -> None:
         "4*5=20,20-3=17<": "",
         "(4+3)*5\n<answer>": "",  # cut off before the answer
         "</answer>(4+3)*5<answer>": "",
+        "<answer>1</answer> no, <answer>\n2\n</answer> and so on": "\n2\n",
+        "<answer>1</answer> <answer>2": "1",
     }
     assert {text: given_answer(text) for text in texts} == texts
 

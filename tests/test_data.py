@@ -15,7 +15,7 @@ from examples.qa import QA, normalized, parse_qa
 from minigrpo.given import Given
 from minigrpo.task import Task
 from minigrpo.tasks.loading import load_task
-from minigrpo.tasks.prompts import Prompts, tagged_answer
+from minigrpo.tasks.prompts import Prompts
 from minigrpo.tasks.rows import canonical, parse_any, parse_episode, parse_pair, plain, read_rows
 from minigrpo.tasks.splits import Rows, is_held_out
 from minigrpo.types import Example
@@ -485,13 +485,3 @@ def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path)
     in_tags = "So <answer>y</answer> <answer> the X! </answer>"
     for text, correct in ((number, 1), (in_tags, 1), (f"So {number}", 0), ("", 0)):
         assert task.score(example, text)["correct"] == correct
-
-
-def test_the_last_tags_count() -> None:
-    tagged = {
-        "<answer>1</answer> no, <answer>\n2\n</answer> and so on": "\n2\n",
-        "<answer>1</answer> <answer>2": "1",
-        "</answer>1<answer>": "?",
-        "<answer>" * 20_000: "?",
-    }
-    assert {text: tagged_answer(text, "?") for text in tagged} == tagged

@@ -73,28 +73,14 @@ def test_students_t_has_published_values(n: int, quantile: float) -> None:
     assert high - mean == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("is_share", "truth"), [(True, 0.3), (False, 0.5)])
-def test_intervals_hold_the_truth_nineteen_times_out_of_twenty(
-    is_share: bool, truth: float
-) -> None:
-    """The K values of one example are not independent: four equal ones are one."""
-    rng = np.random.default_rng(0)
-    held = 0
-    for _ in range(300):
-        if is_share:
-            values = (rng.random((60, 1)) < 0.3).astype(float)
-        else:
-            values = rng.beta(0.5, 0.5, (60, 1)) * np.ones(4)
-        found = stats.estimate(stats.means(partly_known(values)).known_values)
-        held += found.low <= truth <= found.high
-    assert 0.90 < held / 300 < 0.98
-
-
 def test_an_estimate_leaves_out_what_is_not_known() -> None:
     found = stats.means(partly_known([[1.0, None], [None, None], [2.0, 4.0]]))
     assert (found.values.tolist(), found.known.tolist()) == ([1, 0, 3], [True, False, True])
     assert math.isnan(stats.estimate(np.array([])).value)
     assert str(stats.estimate(np.array([0.25]))) == "0.250"
+    shares, others = np.eye(4)[0], np.arange(4) / 4
+    assert stats.estimate(shares) == stats.wilson(0.25, 4)
+    assert stats.estimate(others) == stats.students_t(others)
     assert stats.students_t(np.ones(1)) == (1, -math.inf, math.inf)
 
 
