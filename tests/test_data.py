@@ -152,7 +152,8 @@ def test_rows_may_come_from_python_and_a_few_are_enough(tmp_path: Path) -> None:
     given = Rows(0, (few,), (), parse_pair)
     assert given.num_held_out == 1
     assert splits(given, 2) == splits(rows_in(write(tmp_path / "a.jsonl", few)), 2)
-    refused(Rows, 0, ([*few, {"answer": "1"}],), (), parse_pair)
+    for bad in ({"answer": "1"}, {"prompt": "so \ud83d", "answer": ""}):
+        assert "row 4" in refused(Rows, 0, ([*few, bad],), (), parse_pair)
 
 
 class Picture:
@@ -195,38 +196,23 @@ BAD_LINES = [
     '{"messages": [{"role": "user", "content": 1}], "answer": "b"}',
     '{"messages": [{"role": "system", "content": "a"}], "answer": "b"}',
     '{"messages": [{"role": "assistant", "content": "b"}]}',
+    # half of an emoji, as JSON spells it
+    '{"prompt": "so \\ud83d", "answer": ""}',
+    '{"prompt": "a", "answer": "", "notes": [{"by": "\\ud83d"}]}',
     b"\xff\xfe",
 ]
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path, line: bytes | str) -> None:
-    path = write(tmp_path / "a.jsonl", SUMS[:40])
+def test_the_first_bad_line_is_named_in_one_line(tmp_path: Path, line: bytes | str) -> None:
+    good = write(tmp_path / "a.jsonl", SUMS[:40])
     bad = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(path.read_bytes() + b"\n" + bad)
-    said = refused(rows_in, path)
-    assert f"{path}, line 42" in said
-    assert "\n" not in said
-
-
-def test_the_first_bad_line_is_named(tmp_path: Path) -> None:
-    bad = write(tmp_path / "a.jsonl", [*SUMS[:40], *[{"answer": "1"}] * 17, *SUMS[40:]])
-    good = write(tmp_path / "b.jsonl", SUMS)
-    for said in (refused(rows_in, bad), refused(rows_in, good, eval_data=(bad,))):
-        assert f"{bad}, line 41:" in said
-
-
-def test_half_a_character_is_refused_with_its_row(tmp_path: Path) -> None:
-    half = "so \ud83d"  # of an emoji's two halves in JSON
-    for row in (
-        {"prompt": half, "answer": ""},
-        {"prompt": ask("a"), "answer": "", "notes": [{"by": half}]},
-    ):
-        rows = [*SUMS[:40], row]
-        for given in (rows, write(tmp_path / "a.jsonl", rows)):
-            said = refused(Rows, 0, (given,), ())
-            assert "41" in said
-            assert said.encode()  # it can be printed
+    path = tmp_path / "b.jsonl"
+    path.write_bytes(b"\n".join([good.read_bytes(), bad, bad]))
+    for said in (refused(rows_in, path), refused(rows_in, good, eval_data=(path,))):
+        assert f"{path}, line 42:" in said
+        assert "\n" not in said
+        assert said.encode()  # it can be printed
 
 
 @pytest.mark.parametrize(("head", "end"), [("", "\n"), ("\ufeff", "\r\n")])
@@ -242,32 +228,19 @@ def test_texts_are_read_as_they_are(tmp_path: Path, head: str, end: str) -> None
     assert {example.answer for example in trained} == {"é "}
 
 
-@pytest.mark.parametrize(
-    ("record", "answer"),
-    [
-        ({"prompt": "a", "completion": "b"}, "b"),
-        ({"question": "a", "answer": "b", "solution": "c"}, "b"),
-        ({"problem": "a", "solution": ""}, ""),
-        ({"prompt": None, "question": "a", "answer": None, "solution": "c"}, "c"),
-        ({"prompt": "a", "answer": 3}, "3"),
-        ({"prompt": "a", "answer": math.nan, "solution": 0.5}, "0.5"),  # pandas' missing value
-    ],
-)
-def test_the_keys_of_published_files_are_known(record: dict[str, Any], answer: str) -> None:
-    row = parse_pair(plain(record))
-    assert row.question == row.example.prompt == "a"
-    assert row.example.answer == answer
-    assert row.example.fields == plain(record)
-    assert not row.example.messages
-
-
 USER, FOUR = ask("2+2?", "4")
 PARTS = {**USER, "content": [{"type": "text", "text": text} for text in ("2+", "2?")]}
 BEGUN = {"role": "assistant", "content": "Let me think.\n<think>"}
 
 
 def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
-    for record in ({"prompt": [USER]}, {"prompt": "2+2?"}, {"prompt": "2+2?", "answer": [4]}):
+    begun = {"prompt": [USER, BEGUN], "messages": [USER, FOUR]}
+    for record in (
+        begun,
+        {"prompt": [USER]},
+        {"prompt": "2+2?"},
+        {"prompt": "2+2?", "answer": [4]},
+    ):
         assert parse_any(record).question == "2+2?"
         assert parse_any(record).example.answer == ""
         with pytest.raises(ValueError):
@@ -287,18 +260,25 @@ def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
         ({"messages": [PARTS], "answer": "four"}, [USER], "four"),
         # a prompt counts above messages, and may begin the answer
         ({"prompt": "2+2?", "messages": [USER, FOUR], "answer": "5"}, [], "5"),
-        ({"prompt": [USER, BEGUN], "messages": [USER, FOUR]}, [USER, BEGUN], ""),
         ({"prompt": [USER, BEGUN], "answer": 4}, [USER, BEGUN], "4"),
         ({"prompt": [USER, BEGUN], "completion": [FOUR]}, [USER, BEGUN], "4"),
         ({"prompt": None, "messages": [USER, FOUR]}, [USER], "4"),
         ({"question": "x", "messages": [USER, FOUR]}, [USER], "4"),
+        # without messages
+        ({"prompt": "2+2?", "completion": "b"}, [], "b"),
+        ({"question": "2+2?", "answer": "b", "solution": "c"}, [], "b"),
+        ({"problem": "2+2?", "solution": ""}, [], ""),
+        ({"prompt": None, "question": "2+2?", "answer": None, "solution": "c"}, [], "c"),
+        ({"prompt": "2+2?", "answer": 3}, [], "3"),
+        ({"prompt": "2+2?", "answer": math.nan, "solution": 0.5}, [], "0.5"),  # none in pandas
     ],
-    ids=range(11),
+    ids=range(16),
 )
-def test_chats_are_read_in_the_forms_of_trl_and_openai(
+def test_rows_are_read_in_the_forms_of_trl_openai_and_published_files(
     record: dict[str, Any], messages: list[Any], answer: str
 ) -> None:
-    row = parse_any(plain(record))
+    row = parse_pair(plain(record))
+    assert parse_any(plain(record)) == row
     assert [*row.example.messages] == messages
     assert row.example.answer == answer
     assert row.question == row.example.prompt == "2+2?"  # the beginning asks nothing
