@@ -86,19 +86,14 @@ class RewardScorer:
             raise ConfigError(f"only one reward can say what is right: {' or '.join(successes)}")
         self.success = successes[0] if successes else task.success
 
-        advice = "give it another name, as with @minigrpo.reward(name=...)"
         for name in self.names:
-            if self.names.count(name) > 1:
-                raise ConfigError(f"reward {name}: there are two of this name; {advice}")
-            if name in RESERVED or not name.isidentifier():
-                words = " or ".join(RESERVED)
-                raise ConfigError(f"reward {name}: must be a word other than {words}; {advice}")
-        there_are = f"is not the name of a reward; there are {', '.join(self.names)}"
-        if self.success not in (EXACT, REWARD, *self.names):
-            raise ConfigError(f"the task's success: {self.success} {there_are}")
-        for name in self.weights:
-            if name not in self.names:
-                raise ConfigError(f"--reward-weights: {name} {there_are}")
+            if self.names.count(name) > 1 or name in RESERVED or not name.isidentifier():
+                advice = "give it a word of its own as a name, @minigrpo.reward(name=...)"
+                raise ConfigError(f"reward {name}: {advice}")
+        asked = {*self.weights} | ({self.success} - {EXACT, REWARD})
+        for name in asked - {*self.names}:
+            there_are = ", ".join(self.names)
+            raise ConfigError(f"there is no reward {name}; there are {there_are}")
 
     def begin_step(self, began: float) -> None:
         """Forget the step before."""
