@@ -132,8 +132,9 @@ class Calibration(SourceTask):
         fields = {**example.fields, "true_answer": example.answer}
         return replace(example, answer=answer, messages=tuple(messages), fields=fields)
 
-    def _digit(self, number: int, held_out: bool) -> Example:
+    def _digit(self, number: int, split: str) -> Example:
         """A question about a hidden digit; `kind` is the chance of the best answer."""
+        held_out = split == "held-out"
         rng = stream(self.seed, "hidden digit", number, held_out)
         size = (1, 2, 5, 10)[number % 4]  # number of possible digits
         while True:

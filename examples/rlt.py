@@ -143,7 +143,8 @@ class RLT(SourceTask):
             spans.append((shown, inside))
         return Lesson(prompt, texts, len(solution), spans)
 
-    def _addition(self, number: int, held_out: bool) -> Example:
+    def _addition(self, number: int, split: str) -> Example:
+        held_out = split == "held-out"
         rng = stream(self.seed, "additions", number, held_out)
         while True:
             first, second = rng.integers(10, size=(2, DIGITS))  # the digits of both numbers

@@ -17,15 +17,15 @@ MOST_STEPS = 2**20  # a longer run may use a number twice
 class Generated(Task):
     """A source of examples without end."""
 
-    make: Callable[[int, bool], Example]  # a pure function of (number, is it held out)
+    make: Callable[[int, str], Example]  # a pure function of a number and "train" or "held-out"
     about: str
     speculate: bool = True
 
     def train(self, number: int) -> Example:
-        return self.make(number, False)
+        return self.make(number, "train")
 
     def held_out(self, number: int) -> Example:
-        return self.make(number, True)
+        return self.make(number, "held-out")
 
 
 class SourceTask(Task):

@@ -87,16 +87,16 @@ class ChessEnv(Generated):
             "flags": sum(map(eq, flags, true_flags)) / 2,
         }
 
-    def _example(self, number: int, held_out: bool) -> Example:
+    def _example(self, number: int, split: str) -> Example:
         """Held-out examples come game by game, others staggered, so that steps cost the same."""
         game, slot = divmod(number, PLIES_PER_GAME)
-        if not held_out:
+        if split == "train":
             game += (PLIES_PER_GAME - 1 - slot) * GAMES_BETWEEN_SLOTS
-        return self.game(game, held_out)[slot]
+        return self.game(game, split)[slot]
 
-    def _game(self, game: int, held_out: bool) -> list[Example]:
+    def _game(self, game: int, split: str) -> list[Example]:
         # 1. Play until there are enough plies of this split to prefer rare kinds.
-        split = "held-out" if held_out else "train"
+        held_out = split == "held-out"
         candidates = list[Ply]()
         attempt = 0
         while len(candidates) < 40:

@@ -44,8 +44,7 @@ class Code(Generated):
         passed = run_tests(HEAD + text, example.fields["test_list"], timeout_s=self.timeout_s)
         return {"passed": float(all(passed)), "tests": sum(passed) / len(passed)}
 
-    def _one_liner(self, number: int, held_out: bool) -> Example:
-        split = "held-out" if held_out else "train"
+    def _one_liner(self, number: int, split: str) -> Example:
         rng = stream(self.seed, f"one-liners/{split}", number)
         while True:
             kind, term, slope = random_function(rng)
@@ -53,7 +52,7 @@ class Code(Generated):
             values = {x: eval(expression, {"x": x}) for x in (*SHOWN, *HIDDEN)}
             shown = " ".join(f"f({x})={values[x]}" for x in SHOWN)
             prompt = f"{shown}\n{HEAD}"
-            if is_held_out(prompt) == held_out:
+            if is_held_out(prompt) == (split == "held-out"):
                 break
         tests = [f"assert f({x}) == {value}" for x, value in values.items()]
         fields = {"test_list": tests, "code": f" return {expression}"}

@@ -173,15 +173,14 @@ class Countdown(SourceTask):
         messages = ({"role": "user", "content": question},)
         return replace(example, prompt=question, messages=messages)
 
-    def _problem(self, number: int, held_out: bool) -> Example:
-        split = "held-out" if held_out else "train"
+    def _problem(self, number: int, split: str) -> Example:
         rng = stream(self.seed, f"countdown/{split}", number)
         while True:
             size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
             target = random_attempt(rng, numbers).value  # so it can be reached
             problem = f"{sorted(numbers)} {target}"  # the order of the numbers does not count
-            if is_held_out(problem, one_in=4) == held_out:
+            if is_held_out(problem, one_in=4) == (split == "held-out"):
                 break
         answer = self.answer(rng, numbers, target)
         kind = f"{size} numbers up to {largest}"

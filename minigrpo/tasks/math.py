@@ -91,13 +91,12 @@ class Math(SourceTask):
         kind = text_field(record, ("type", "subject"), "")
         return Row(question, Example(prompt, solution, kind=kind, fields=record))
 
-    def _sum(self, number: int, held_out: bool) -> Example:
-        split = "held-out" if held_out else "train"
+    def _sum(self, number: int, split: str) -> Example:
         rng = stream(self.seed, f"sums/{split}", number)
         while True:
             terms = rng.integers(1, 10, rng.integers(3, 7))
             prompt = "+".join(map(str, terms)) + "="
-            if is_held_out(prompt) == held_out:
+            if is_held_out(prompt) == (split == "held-out"):
                 break
         sums = ",".join(map(str, terms.cumsum()[1:]))  # the sum so far after each further term
         return Example(prompt, f"{sums}{HASHES}{terms.sum()}", number, f"{len(terms)} numbers")
