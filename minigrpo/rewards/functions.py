@@ -56,15 +56,10 @@ class RewardFunction:
         return self.function(*args)
 
     @property
-    def is_async(self) -> bool:
-        cls: Any = type(self.function)  # the function may be an object with a `__call__`
-        return any(map(inspect.iscoroutinefunction, (self.function, cls.__call__)))
-
-    @property
     def is_importable(self) -> bool:
         """Whether a worker process can import the function, and call it without an event loop."""
         function = self.function
-        if not inspect.isfunction(function) or self.is_async:
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             return False
         is_at_top = "<" not in function.__qualname__
         return is_at_top and function.__module__ != "__main__"

@@ -5,6 +5,7 @@ raises or returns no number has failed, and the completion counts as the worst o
 """
 
 import copy
+import inspect
 import math
 import time
 from collections import Counter
@@ -189,7 +190,8 @@ class RewardScorer:
         size = calls.shape[1]
         scores = [as_scores(np.full(size, np.nan), size)] * len(calls)
         # a thread that waits for an async function costs little
-        with closing(Pool(len(calls) if function.is_async else self.workers)) as pool:
+        is_async = inspect.iscoroutinefunction(function.function)
+        with closing(Pool(len(calls) if is_async else self.workers)) as pool:
             for number, places in enumerate(calls):
                 call = partial(function.scores, *batch.pairs(places))
                 # a worker process has a deadline of its own
