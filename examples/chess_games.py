@@ -50,6 +50,12 @@ class ChessGames(Rows):
         order = stream(self.seed, "chess files").permutation(len(rows))
         return [rows[place] for place in order]
 
+    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The positions that self-play holds out, unless the games have only such, or none."""
+        fens = [row.example.prompt.removeprefix("A: ").split("+")[0] for row in rows]
+        tests = [row for row, fen in zip(rows, fens, strict=True) if position_is_held_out(fen)]
+        return tests if 0 < len(tests) < len(rows) else super().choose_held_out(rows)
+
 
 def rows_of_game(game: chess.pgn.Game) -> list[Row]:
     """A row for each move of the main line. Raises ValueError if it is not a game of chess."""
@@ -64,6 +70,6 @@ def rows_of_game(game: chess.pgn.Game) -> list[Row]:
         question = position_key(board.fen())
         fen = write_fen(board)
         example = question_about(fen, move.uci())
-        rows.append(Row(question, example, is_test=position_is_held_out(fen)))
+        rows.append(Row(question, example))
         board.push(move)
     return rows

@@ -26,7 +26,6 @@ Record = Mapping[str, Any]  # a row as it was given
 class Row(NamedTuple):
     question: str  # differs for rows that ask something else; the prompt may show less of it
     example: Example
-    is_test: bool = False  # held out by its source: a published test split, or the rule of chess
 
 
 Parse = Callable[[Any], Row]  # reads what a line holds; any exception refuses the line
