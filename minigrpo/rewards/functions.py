@@ -114,10 +114,10 @@ def reward(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def load_rewards(path: str) -> list[RewardFunction]:
     """The decorated functions in a Python file, imported ones included. It is run: trust it."""
     values = vars(load_file(path)).values()
-    decorated = {id(value): value for value in values if isinstance(value, RewardFunction)}
+    decorated = [value for value in values if isinstance(value, RewardFunction)]
     if not decorated:
         raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
-    return [*decorated.values()]
+    return decorated
 
 
 def in_worker_processes(functions: Sequence[RewardFunction], warn: Warn) -> list[RewardFunction]:
