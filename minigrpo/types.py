@@ -162,6 +162,7 @@ class AddedRow(NamedTuple):
 
     queries: np.ndarray  # those tokens
     keys: np.ndarray  # the prompt and all tokens of the completion that are run
+    prompt: int  # the number of the prompt's causal row
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ class PackedPrompt:
     parents: np.ndarray  # [n] the place before each in its text; -1 for the first
     sources: np.ndarray  # [m] places whose next token is predicted
     targets: np.ndarray  # [m] that next token
-    index: np.ndarray  # [G, S] into the m predictions; 0 where no token was sampled
-    mask: np.ndarray  # [G, S] bool
+    # [G, S], or [P, G, S] of several prompts as one: into the m predictions, 0 where none is
+    index: np.ndarray
+    mask: np.ndarray  # the same shape, bool: where a token was sampled
     causal_rows: Sequence[np.ndarray]  # places that attend to all before them in their row
     added_rows: Sequence[AddedRow]
 

@@ -30,6 +30,8 @@ from .context import (
 )
 from .logprobs import at_least_fp32
 
+Upload = Callable[[np.ndarray], Tensor]  # to the device of a packing
+
 
 @dataclass(frozen=True)
 class CompletionRows:
@@ -150,91 +152,96 @@ class Packing(Context):
     @classmethod
     def of(cls, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> "Packing":
         """Join packed prompts, such as those of a micro-batch, on a device."""
-        # 1. Places and predictions are counted through all prompts.
-        parents: list[np.ndarray] = []
-        sources: list[np.ndarray] = []
-        indices: list[np.ndarray] = []
-        causal_rows: list[np.ndarray] = []
-        added_rows: list[AddedRow] = []
-        scanned: list[np.ndarray] = []  # the tokens of each added row after its prompt
-        continued: list[int] = []  # the causal row of that prompt
-        num_tokens = 0
-        num_predictions = 0
-        for prompt in prompts:
-            parents.append(np.where(prompt.parents < 0, -1, prompt.parents + num_tokens))
-            sources.append(prompt.sources + num_tokens)
-            index = prompt.index + num_predictions
-            indices.append(np.where(prompt.mask, index, 0))
-            causal_rows += [row + num_tokens for row in prompt.causal_rows]
-            for added in prompt.added_rows:
-                queries = added.queries + num_tokens
-                keys = added.keys + num_tokens
-                added_rows.append(AddedRow(queries, keys))
-                scanned.append(keys[len(prompt.causal_rows[0]) :])
-                continued.append(len(causal_rows) - 1)
-            num_tokens += len(prompt.ids)
-            num_predictions += len(prompt.sources)
-        targets = [prompt.targets for prompt in prompts]
-        if num_predictions == 0:  # all completions are empty, and `index` needs a valid entry
-            sources = [np.array([0])]
-            targets = [np.array([0])]
-
-        # 2. What layers read.
-        on_device = partial(to_device, device=torch.device(device))
-        positions = np.concatenate([prompt.positions for prompt in prompts])
-
-        @cache
-        def padded_rows() -> PaddedRows:
-            padded_queries = [_padded(causal_rows)]
-            completion_rows: list[CompletionRows] = []
-            for rows in _split_by_length(added_rows):
-                queries = _padded([row.queries for row in rows])
-                keys = _padded([row.keys for row in rows])
-                last = positions[queries]
-                completion_rows.append(CompletionRows(*map(on_device, (queries, keys, last))))
-                padded_queries.append(queries)
-            return PaddedRows(
-                causal=on_device(padded_queries[0]),
-                added=completion_rows,
-                unpad=on_device(_first_places(padded_queries)),
-            )
-
-        @cache
-        def varying_rows() -> VaryingRows:
-            causal = [AddedRow(row, row) for row in causal_rows]
-            rows = sorted([*causal, *added_rows], key=lambda row: row.queries[0])
-            numbers = [[len(row.queries), len(row.keys)] for row in rows]
-            starts = np.cumsum([[0, 0], *numbers], axis=0, dtype=np.int32)
-            return VaryingRows(
-                query_starts=on_device(starts[:, 0]),
-                keys=on_device(np.concatenate([row.keys for row in rows])),
-                key_starts=on_device(starts[:, 1]),
-                longest=tuple(np.max(numbers, axis=0).tolist()),
-            )
-
-        @cache
-        def state_rows() -> StateRows:
-            causal = _padded(causal_rows)
-            rows = _padded(scanned)
-            return StateRows(
-                parents=on_device(np.concatenate(parents)),
-                causal=on_device(causal),
-                rows=on_device(rows),
-                prompts=on_device(np.array(continued, dtype=np.int64)),
-                places=on_device(_first_places([causal, rows])),
-            )
-
+        joined = join(prompts)
+        upload = partial(to_device, device=torch.device(device))
+        sources = joined.sources
+        targets = joined.targets
+        if len(sources) == 0:  # all completions are empty, and `index` needs a valid entry
+            sources = targets = np.array([0])
         return cls(
-            ids=on_device(np.concatenate([prompt.ids for prompt in prompts])),
-            positions=on_device(positions),
-            sources=on_device(np.concatenate(sources)),
-            targets=on_device(np.concatenate(targets)),
-            index=on_device(np.stack(indices)),
-            mask=on_device(np.stack([prompt.mask for prompt in prompts])),
-            padded_rows=padded_rows,
-            varying_rows=varying_rows,
-            state_rows=state_rows,
+            ids=upload(joined.ids),
+            positions=upload(joined.positions),
+            sources=upload(sources),
+            targets=upload(targets),
+            index=upload(joined.index),
+            mask=upload(joined.mask),
+            padded_rows=cache(partial(padded_rows, joined, upload)),
+            varying_rows=cache(partial(varying_rows, joined, upload)),
+            state_rows=cache(partial(state_rows, joined, upload)),
         )
+
+
+def padded_rows(joined: PackedPrompt, upload: Upload) -> PaddedRows:
+    padded_queries = [_padded(joined.causal_rows)]
+    sets: list[CompletionRows] = []
+    for rows in _split_by_length(joined.added_rows):
+        queries = _padded([row.queries for row in rows])
+        keys = _padded([row.keys for row in rows])
+        last = joined.positions[queries]
+        sets.append(CompletionRows(upload(queries), upload(keys), upload(last)))
+        padded_queries.append(queries)
+    unpad = _first_places(padded_queries)
+    return PaddedRows(upload(padded_queries[0]), sets, upload(unpad))
+
+
+def varying_rows(joined: PackedPrompt, upload: Upload) -> VaryingRows:
+    rows = [(row, row) for row in joined.causal_rows]
+    rows += [(row.queries, row.keys) for row in joined.added_rows]
+    rows.sort(key=lambda row: row[0][0])  # in the order of the packed tokens
+    lengths = np.array([[len(queries), len(keys)] for queries, keys in rows])
+    starts = np.pad(lengths.cumsum(axis=0, dtype=np.int32), ((1, 0), (0, 0)))
+    return VaryingRows(
+        query_starts=upload(starts[:, 0]),
+        keys=upload(np.concatenate([keys for _, keys in rows])),
+        key_starts=upload(starts[:, 1]),
+        longest=tuple(lengths.max(axis=0).tolist()),
+    )
+
+
+def state_rows(joined: PackedPrompt, upload: Upload) -> StateRows:
+    causal = _padded(joined.causal_rows)
+    added = joined.added_rows
+    rows = _padded([row.keys[len(joined.causal_rows[row.prompt]) :] for row in added])
+    return StateRows(
+        parents=upload(joined.parents),
+        causal=upload(causal),
+        rows=upload(rows),
+        prompts=upload(np.array([row.prompt for row in added], dtype=np.int64)),
+        places=upload(_first_places([causal, rows])),
+    )
+
+
+def join(prompts: Sequence[PackedPrompt]) -> PackedPrompt:
+    """Several prompts as one, whose places and predictions are counted through all of them."""
+    parents: list[np.ndarray] = []
+    sources: list[np.ndarray] = []
+    indices: list[np.ndarray] = []
+    causal_rows: list[np.ndarray] = []
+    added_rows: list[AddedRow] = []
+    num_tokens = 0
+    num_predictions = 0
+    for prompt in prompts:
+        parents.append(np.where(prompt.parents < 0, -1, prompt.parents + num_tokens))
+        sources.append(prompt.sources + num_tokens)
+        indices.append(np.where(prompt.mask, prompt.index + num_predictions, 0))
+        for row in prompt.added_rows:
+            queries = row.queries + num_tokens
+            keys = row.keys + num_tokens
+            added_rows.append(AddedRow(queries, keys, len(causal_rows) + row.prompt))
+        causal_rows += [row + num_tokens for row in prompt.causal_rows]
+        num_tokens += len(prompt.ids)
+        num_predictions += len(prompt.sources)
+    return PackedPrompt(
+        ids=np.concatenate([prompt.ids for prompt in prompts]),
+        positions=np.concatenate([prompt.positions for prompt in prompts]),
+        parents=np.concatenate(parents),
+        sources=np.concatenate(sources),
+        targets=np.concatenate([prompt.targets for prompt in prompts]),
+        index=np.stack(indices),
+        mask=np.stack([prompt.mask for prompt in prompts]),
+        causal_rows=causal_rows,
+        added_rows=added_rows,
+    )
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -292,7 +299,7 @@ def pack_prompt(
         sampled_after.append(path[prompt_len - 1 + np.flatnonzero(mask[g])])
         queries = path[max(prompt_len, len(shared)) :]
         if shares_prefixes and len(queries):
-            added_rows.append(AddedRow(queries, keys=path))
+            added_rows.append(AddedRow(queries, keys=path, prompt=0))
         num_tokens += len(added)
 
     # 3. The predictions: each token after the same place once, in the order of the completions.
