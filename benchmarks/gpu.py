@@ -21,12 +21,12 @@ from rich.console import Console
 
 from minigrpo import Config
 from minigrpo.build import Job
+from minigrpo.memory import components_of, peak_of
 from minigrpo.model.config_json import write_config
 from minigrpo.model.delta import CHUNK, gated_delta, unit
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.device import memory_mib, pick_device, set_up_process
-from minigrpo.tools.plan import components_of, peak_of
 from minigrpo.types import Completion, Completions, Example, RolloutBatch
 
 from .measure import Outputs, device_name, synchronize
@@ -231,8 +231,8 @@ class Card:
         batch = RolloutBatch(examples, completions, texts, advantages=torch.randn(size[:2]))
         for number in range(3):
             seconds, _ = self.seconds_of(partial(step.learner.learn, batch, number))
-        planned = peak_of(components_of(step.config, step.model.shape, self.prompt_len)) / 2**20
-        return {"s": seconds, "planned_mib": planned}
+        components = components_of(step.config, step.model.shape, self.prompt_len)
+        return {"s": seconds, "planned_mib": peak_of(components, keeps=False) / 2**20}
 
     def scan(self) -> dict[str, float]:
         """The recurrence of a layer of Qwen3.5-0.8B along all completions, and its solve alone."""

@@ -111,13 +111,15 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
         settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
         of_all, of_adapters = 5e-6, 5e-5
-        settings |= MEMORY_SAVING
-        if has_cuda and torch.cuda.is_bf16_supported(including_emulation=False):
+        if not has_cuda:  # on CUDA they follow from the free memory: see memory.py
+            settings |= MEMORY_SAVING
+        elif torch.cuda.is_bf16_supported(including_emulation=False):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
         of_all, of_adapters = 3e-5, 1e-3
         settings |= {"prompts_per_step": 16, "group_size": 16}
-        settings["micro_batch_size"] = 1 if has_cuda else 4
+        if not has_cuda:
+            settings["micro_batch_size"] = 4
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":
             of_all, of_adapters = 2e-5, 2e-4

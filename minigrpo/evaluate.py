@@ -39,7 +39,9 @@ def complete_examples(
         longest = config.sampling.max_new_tokens
         numbers = uniforms(config.run.seed, "evaluate", 0, indices, n, longest)
     num_samples = max(1, n)
-    most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
+    size = config.memory.rollout_batch_size
+    has_bound = 0 < size < config.sampling.prompts_per_step
+    most = size * config.sampling.group_size if has_bound else BATCH
     return sampler.complete(
         examples,
         num_samples=num_samples,

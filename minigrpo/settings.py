@@ -248,11 +248,11 @@ class MemoryConfig(Group):
     """Less memory for more time. Results stay the same."""
 
     micro_batch_size: NonNegativeInt = 0
-    """Prompts per forward and backward pass; 0 means all of them."""
+    """Prompts per forward and backward pass; 0 means all of them, or on CUDA as many as fit."""
     rollout_batch_size: NonNegativeInt = 0
-    """Prompts sampled together (0 means all of them); others enter as completions end."""
+    """Prompts sampled together (0: all, or on CUDA as many as fit); others enter as these end."""
     gradient_checkpointing: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    """Recompute each block in the backward pass; on CUDA also where nothing fits without."""
     offload_reference: bool = False
     """Keep the reference, the teacher and rewards' models in host memory between uses."""
     offload_optimizer: bool = False

@@ -23,6 +23,7 @@ from .given import Given
 from .guard import Diverged, RunFailed
 from .identity import digest
 from .learner import Learner
+from .memory import fit_to_memory, mean_prompt, sizes_of
 from .metrics import rollout_metrics
 from .model.source import ModelSource
 from .rewards.functions import in_worker_processes
@@ -30,7 +31,14 @@ from .rollout import RolloutBatches, SupervisedBatches
 from .run.console import Console
 from .run.logging import EVALUATIONS, RunLog, log_group, log_held_out, read_jsonl
 from .run.run_dir import RunDir, choose_folder
-from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
+from .runtime.device import (
+    PhaseTimer,
+    available_bytes,
+    memory_mib,
+    pick_device,
+    profiler,
+    set_up_process,
+)
 from .runtime.distributed import DistContext
 from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
@@ -67,19 +75,21 @@ class Trainer:
         folder = choose_folder(config, dist)
         own_settings = {"settings": digest(config.flat())}
         # all processes take the main one's, so that names mean the same to all
-        self.config = config = dist.on_main(lambda: resolve(config, given))
+        config = dist.on_main(lambda: resolve(config, given))
         self.device = pick_device(config.speed.device, dist.local_rank)
         set_up_process(config.speed, self.device)
         # 1. The models. Frozen ones may be copies: they are made before a checkpoint is loaded.
         job = Job.of(config, given)
         if has_trace(folder):  # an earlier process has hung in a reward
             job = replace(job, functions=in_worker_processes(job.functions, console.warn))
-        self.job = job
         loss = given.loss_spec(config)
         self.model_source = source = ModelSource.of(config.model.name, config.task.name)
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)
+        # The run's folder keeps sizes of 0, because a resume may be on another GPU.
+        self.config = dist.on_main(lambda: self._fit_to_memory(job))
+        self.job = job = replace(job, config=self.config)
         frozen = FrozenModels(job, self.model, console, checksums, config.model.name)
         self.scorer = make_scorer(job, frozen, console.warn)
         check_examples(job, self.model.shape.context, console)
@@ -89,7 +99,7 @@ class Trainer:
             dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
         self.learner = Learner(
-            config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
+            self.config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
         )
         self.sampler = make_sampler(job, self.model, console.warn)
         self.timer = PhaseTimer(self.device)
@@ -101,6 +111,18 @@ class Trainer:
         self.log: RunLog | None = None  # opened by the first step
         self.evaluations: list[dict[str, Any]] = []  # of the whole run, oldest first
         self.stop_request = StopRequest(console.warn)
+
+    def _fit_to_memory(self, job: Job) -> Config:
+        """The job's config; on CUDA with the batch sizes that fit the main process's GPU."""
+        if self.device.type != "cuda":
+            return job.config
+        prompts = job.config.sampling.prompts_per_step
+        of_process = job.config.replace(prompts_per_step=len(self.dist.share(prompts)))
+        prompt = mean_prompt(job.tokenizer, job.task)
+        available = available_bytes(self.device)
+        fitted = fit_to_memory(of_process, self.model.shape, prompt, available)
+        self.console.say(f"sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")
+        return fitted.replace(prompts_per_step=prompts)
 
     def _make_batches(self) -> SupervisedBatches | RolloutBatches:
         prompts = self.config.sampling.prompts_per_step
@@ -180,7 +202,8 @@ class Trainer:
                     callback(self.step, metrics)
                 trace.step()
                 if self.step % run.save_every == 0 and self.step < end:  # `fit` saves the last one
-                    self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
+                    with self.timer.phase("save"):
+                        self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
 
     def _why_stopped(self) -> str:
         """Why the run stops before its end, the same in all processes; "" if it does not."""
@@ -240,7 +263,8 @@ class Trainer:
             log_held_out(log, evaluation.greedy, evaluation.sampled, self.step)
             return evaluation.measures
 
-        measures = self.dist.on_main(on_main)
+        with self.timer.phase("evaluate"):
+            measures = self.dist.on_main(on_main)
         if measures is None:
             raise Stopped
         values = {name: estimate.value for name, estimate in measures.items()}

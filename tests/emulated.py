@@ -3,7 +3,7 @@
 A tensor on it says, in Python and in C++, that it is on `cuda:0`, and autocast takes it as such;
 its numbers are in a tensor on the CPU. Each operation is refused if its tensors are on different
 devices, counted, and run on the CPU. emulated.cpp must be preloaded. Not emulated: CUDA's own
-kernels (so attention is many operations), streams, memory, graphs.
+kernels (so attention is many operations, but a norm counts as one), streams, memory, graphs.
 """
 
 import sys
@@ -159,11 +159,20 @@ def emulated() -> Iterator[EmulatedDevice]:
     answers["get_device_capability"] = lambda *_: (7, 0)
     answers["get_device_name"] = lambda: "emulated"
     answers["synchronize"] = lambda *_: device.reads.update([f"synchronize at {place()}"])
+    rms_norm = torch.rms_norm
+
+    def fused_norm(*args: Any) -> Tensor:
+        before = Counter(device.launches)
+        result = rms_norm(*args)
+        device.launches = before + Counter(["rms_norm"])
+        return result
+
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device=..) dispatches its copy
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         with (
             patch.multiple(torch.cuda, **answers),
+            patch.object(torch, "rms_norm", fused_norm),
             patch.object(torch.Tensor, "pin_memory", lambda self: self),
             torch.autograd.set_multithreading_enabled(False),
             device,

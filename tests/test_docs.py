@@ -119,7 +119,8 @@ def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPat
         loss = "nll" if "nll" in words else "grpo"
         least = int(float(parameters.split()[0]) * 10**6)
         for is_lora, cell in enumerate(cells):
-            given = {"lora_rank": is_lora, "loss": loss}
+            device = "cpu" if "(on a CPU)" in words else "cuda"
+            given = {"lora_rank": is_lora, "loss": loss, "device": device}
             fit = settings_for(Size(least, 10**6), given)
             below = settings_for(Size(least - 1, 10**6), given)
             assert fit.keys() <= named

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minigrpo import Config, Transformer
+from minigrpo import Config, Transformer, memory
+from minigrpo.memory import components_of, fit_to_memory, peak_of
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.source import ModelSource
-from minigrpo.tools import plan
-from minigrpo.tools.plan import MIB, components_of, peak_of
+from minigrpo.tools.plan import CUDA_CONTEXT, MIB
 from minigrpo.types import Completions, ConfigError
 
 from . import tiny
@@ -131,12 +131,12 @@ def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
     )
     parts = components_of(config, QWEN_7B, prompt=256)
     assert 2 * 7_615_616_512 < parts["weights"] < 2.03 * 7_615_616_512
-    assert 12 * 1024 < (peak_of(parts) + plan.CARD_SPARE) / MIB < 24 * 1024
+    assert 12 * 1024 < (peak_of(parts, keeps=False) + CUDA_CONTEXT) / MIB < 24 * 1024
     assert bytes_of(job(), QWEN_7B)["weights"] == 4 * 7_615_616_512
     coded = components_of(config.replace(base_dtype="nf4"), QWEN_7B, prompt=256)
     saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
     assert parts["weights"] - coded["weights"] == saved
-    assert (peak_of(coded) + plan.CARD_SPARE) / MIB < 12 * 1024
+    assert (peak_of(coded, keeps=False) + CUDA_CONTEXT) / MIB < 12 * 1024
 
 
 def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: int) -> Completions:
@@ -166,7 +166,7 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
 def test_the_update_takes_what_the_closed_forms_say(
     shape: ModelShape, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plan.MAX_LOGITS, "cuda", plan.MAX_LOGITS["cpu"])  # a plan is for a card
+    monkeypatch.setitem(memory.MAX_LOGITS, "cuda", memory.MAX_LOGITS["cpu"])  # a plan is for a card
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     base = Transformer(shape)
     add_adapters(base, config.model.lora_rank)
@@ -181,3 +181,30 @@ def test_the_update_takes_what_the_closed_forms_say(
     parts = components_of(config, shape, prompt=30)
     expected = parts["activations"] + parts["logits"]
     assert expected / MIB == pytest.approx(measured(update), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [(GPT2, {}), (GQA, {"lora_rank": 4}), (GQA, {"cuda_graphs": True}), (GQA, {"loss": "nll"})],
+)
+def test_sizes_grow_with_a_card_and_fit_it(shape: ModelShape, settings: dict[str, Any]) -> None:
+    config = job(**settings, prompts_per_step=6, group_size=4, max_new_tokens=2000)
+    chosen = []
+    for available in (2**29, 2**31, 2**32, 2**35, 2**38):
+        fitted = fit_to_memory(config, shape, 1000.0, available)
+        peak = peak_of(components_of(fitted, shape, 1000.0), keeps=fitted.speed.cuda_graphs)
+        memory = fitted.memory
+        assert peak <= available or (memory.micro_batch_size == 1 and memory.gradient_checkpointing)
+        chosen.append(
+            (
+                not memory.gradient_checkpointing,
+                memory.micro_batch_size,
+                memory.rollout_batch_size,
+            )
+        )
+        given = config.replace(micro_batch_size=3, rollout_batch_size=3)
+        kept = fit_to_memory(given, shape, 1000.0, available).memory
+        assert kept.micro_batch_size == 3
+    assert chosen == sorted(chosen)
+    assert chosen[0][:2] == (False, 1)
+    assert chosen[-1][:2] == (True, 6)

@@ -295,10 +295,10 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, monkeypatch: pytest.Monk
     run = make(tmp_path / "run", micro_batch_size=0, kl_coef=0)
     forward = run.learner.forward
 
-    def with_little_memory(batch: Any) -> Any:
+    def with_little_memory(batch: Any, entropy: str) -> Any:
         if len(batch) > 1:
             raise torch.OutOfMemoryError("no room")
-        return forward(batch)
+        return forward(batch, entropy)
 
     monkeypatch.setattr(run.learner, "forward", with_little_memory)
     run.fit()

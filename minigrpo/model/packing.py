@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
     attend_in_rows,
-    has_varying_attention,
     make_mask,
     scan_rows,
     sdpa,
     take_previous,
     take_rows,
+    varying_attention,
 )
 from .logprobs import at_least_fp32
 
@@ -88,7 +87,7 @@ class VaryingRows:
         k: Tensor,
         v: Tensor,
         window: int,
-        attention: Callable[..., Any] = varlen_attn,
+        attention: Callable[..., Any],
     ) -> Tensor:
         """The last query of a row sees all of its keys, and each one before it a key less."""
         keys, values = (at_least_fp32(x).index_select(0, self.keys).to(q.dtype) for x in (k, v))
@@ -132,8 +131,10 @@ class Packing(Context):
     state_rows: Callable[[], StateRows]
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = self.varying_rows() if has_varying_attention(q) else self.padded_rows()
-        return rows.attend(q, k, v, window)
+        attention = varying_attention(q)
+        if attention is None:
+            return self.padded_rows().attend(q, k, v, window)
+        return self.varying_rows().attend(q, k, v, window, attention)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32

@@ -1,197 +1,51 @@
-"""Does a training step fit my card? `minigrpo plan [flags of train]`.
+"""Does a training step fit my card? `minigrpo plan [--memory 24GiB] [flags of train]`."""
 
-Components follow from the model's shape and from the tokens in a step, so no weights are read. It
-is the worst case, for one process on a GPU: completions share nothing but their prompt, and are as
-long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up to 2 GiB.
-The models that rewards ask are not counted, nor what lies in the memory of a CPU.
-"""
-
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-
-import torch
-from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..build import Job, make_tokenizer, resolve
-from ..config import Config, read_flags, settle
+from ..config import read_flags, settle
 from ..given import Given
-from ..model.context import TextRows
-from ..model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
-from ..model.lora import add_adapters
-from ..model.mixers import MIXERS
-from ..model.roles import LARGE, roles
-from ..model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvShape
+from ..memory import components_of, fit_to_memory, mean_prompt, peak_of, sizes_of
 from ..model.source import ModelSource
-from ..model.transformer import ModelShape, Transformer
+from ..model.transformer import ModelShape
 from ..run.console import Console
-from ..settings import INITIAL, SCRATCH, SELF
-from ..text.encoding import encode_prompt
+from ..settings import SCRATCH
 
 MIB = 2**20
-FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
-IN_ROLLOUT = ("KV cache", "states", "decoding round")  # components
-CARD_SPARE = 2**30  # bytes for CUDA's context, about half of it, and gaps between allocations
+CUDA_CONTEXT = 2**29  # bytes that CUDA itself takes of a card
 
 
-def kept_by_block(
-    shape: ModelShape,
-    layer: LayerShape,
-    size: int,
-    tokens: float,
-    keys: float,
-    length: int,
-) -> float:
-    """Bytes that autograd keeps of a block, of `size` bytes per number in activations.
-
-    Attention gathers `keys` for the tokens; a recurrence runs completions of a `length`.
-    """
-    width, inner = shape.width, shape.heads * shape.head_dim
-    family = shape.family_row
-    # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
-    norms = 2 * FLOAT * width * (1 if family.norm == "layer" else 2)
-    norms *= 2 if family.norms == "both" else 1
-    # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
-    inside_mlp = shape.mlp_width * (2 if family.gate == "none" else 4)
-    linears = size * (2 * width + inside_mlp)
-    if not isinstance(layer, AttentionShape):
-        return tokens * (norms + linears + kept_by_state(shape, layer, length))
-    norms += 2 * FLOAT * (inner + shape.kv_width) * (family.qk_norm != "none")
-    queries = (5 if family.attention_gate == "query" else 3) * size * inner + FLOAT * shape.heads
-    return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
-
-
-def kept_by_state(
-    shape: ModelShape,
-    layer: ShortConvShape | GatedDeltaShape,
-    length: int,
-) -> float:
-    """Bytes per token that autograd keeps of a mixer with a state, for a text of a `length`."""
-    kept: dict[int, UntypedStorage] = {}
-
-    def keep(tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-
-    with FakeTensorMode():  # tensors have no memory
-        _, make_mixer = MIXERS[layer.mixer]
-        mixer = make_mixer(shape, layer, 0)
-        hidden = torch.empty(length, shape.width, requires_grad=True)
-        places = torch.arange(len(hidden))
-        context = TextRows(places[None], places, places)
-        with saved_tensors_hooks(keep, lambda nothing: hidden):
-            mixer.project_out(mixer.mix(context, {}, *mixer.project_in(hidden)))
-        for tensor in (hidden, *mixer.parameters()):
-            kept.pop(tensor.untyped_storage()._cdata, None)
-        return sum(storage.nbytes() for storage in kept.values()) / len(hidden)
-
-
-def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
-    """Bytes by component, not all at the same time: see `peak_of`. `prompt`: its mean tokens."""
-    memory = config.memory
-    sampling = config.sampling
-    size = LOW if config.speed.use_amp else FLOAT  # bytes of a number in activations and the cache
-    group = 1 if config.supervised else sampling.group_size
-    length = sampling.max_new_tokens
-    # 1. What a micro-batch runs.
-    prompts = memory.micro_batch_size or sampling.prompts_per_step
-    predictions = prompts * group * length
-    tokens = prompts * prompt + predictions
-    keys = tokens + prompts * group * prompt
-    longest = prompt + length
-    attending = shape.attention_layers.values()
-    windows = {min(layer.window or longest, longest) for layer in attending}
-    masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
-    kept = {
-        layer: kept_by_block(shape, layer, size, tokens, keys, length) for layer in {*shape.layers}
-    }
-    kept_by_all = sum(kept[layer] for layer in shape.layers)
-    if memory.gradient_checkpointing:
-        inputs_of_blocks = FLOAT * shape.width * len(shape.layers) * tokens
-        kept_by_all = max(kept.values()) + inputs_of_blocks
-    chunk = max(SMALLEST_CHUNK, MAX_LOGITS["cuda"] // shape.vocab_size)
-    rows = 3 * predictions  # log-softmax, and its gradient or the entropy
-    if predictions > chunk:  # two buffers, later one and the gradient of the head
-        rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
-
-    # 2. What the weights need.
-    model = Transformer(shape, seed=None)
-    if config.model.lora_rank:
-        model.store(config.model.base_dtype)
-    add_adapters(model, config.model.lora_rank, targets=config.model.lora_targets)
-    named = dict(model.named_parameters())
-    role = roles(model)
-    weights = named.values()
-    trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
-    large = [x for name, x in named.items() if role[name] in LARGE]
-    matrices = sum(x.numel() for x in large if x.itemsize == FLOAT)
-    coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
-    components = {
-        "weights": sum(x.nbytes for x in weights),
-        "decoded": 2 * (size + 2) * coded,  # a matrix of NF4, and its codes of pairs as int32
-        "gradients": trained,
-        "AdamW's moments": 2 * trained * (not memory.offload_optimizer),
-        "weights in low precision": LOW * matrices * config.speed.use_amp,
-        "activations": kept_by_all + masks,
-        "logits": FLOAT * shape.vocab_size * rows,
-        "reference": frozen_bytes(config, model, config.loss.reference_model),
-        "teacher": frozen_bytes(config, model, config.loss.teacher),
-    }
-    if config.supervised:
-        return components
-    # 3. What sampling needs.
-    prompts = memory.rollout_batch_size or sampling.prompts_per_step
-    cached = prompts * (prompt + group * length)
-    components["KV cache"] = 2 * len(shape.attention_layers) * shape.kv_width * size * cached
-    states = [x for x in shape.layers if isinstance(x, GatedDeltaShape)]
-    numbers_of_slot = sum(x.value_heads * x.key_dim * x.value_dim for x in states)
-    components["states"] = FLOAT * numbers_of_slot * prompts * group
-    # logits, log-probs, and what tokens are drawn from; top-p sorts them, with int64 indices
-    numbers = 9 if sampling.top_p < 1 else 4
-    components["decoding round"] = FLOAT * numbers * prompts * group * shape.vocab_size
-    return components
-
-
-def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
-    """Bytes of the model of --reference or --teacher beside the trained one."""
-    shares_weights = name == SELF or (name == INITIAL and config.model.lora_rank > 0)
-    if not name or shares_weights or config.memory.offload_reference:
-        return 0
-    frozen = trained
-    if name != INITIAL:
-        frozen = Transformer(ModelSource.of(name, config.task.name).shape, seed=None)
-        frozen.store(config.model.base_dtype)
-    return sum(x.nbytes for x in frozen.parameters())
-
-
-def peak_of(components: Mapping[str, float]) -> float:
-    """The most bytes at once: in the rollout, or in the backward pass of a micro-batch."""
-    rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
-    update = components["gradients"] + components["activations"] + components["logits"]
-    return sum(components.values()) - min(rollout, update)
+def gibibytes(text: str) -> float:
+    """The bytes of a text such as 24GiB."""
+    return float(text.removesuffix("GiB")) * 2**30
 
 
 def plan_command(argv: Sequence[str], prog: str) -> None:
-    config, why = settle(read_flags(argv, prog))
+    parser = argparse.ArgumentParser(prog=prog, add_help=False)
+    parser.add_argument("--memory", type=gibibytes)
+    own, flags = parser.parse_known_args(argv)
+    config, why = settle(read_flags(flags, prog))
     source = ModelSource.of(config.model.name, config.task.name)
     files = config.task.data.split(",")
     if source.size and not all(Path(file).is_file() for file in files):
         prompt = 256.0  # a guess: the data of a published model is not here
     else:
         job = Job.of(resolve(config), Given())
-        examples = map(job.task.train, range(64))
-        prompt = mean(len(encode_prompt(job.tokenizer, example)) for example in examples)
+        prompt = mean_prompt(job.tokenizer, job.task)
     if source.name == SCRATCH:
         shape = ModelShape(make_tokenizer(resolve(config)).n_vocab)
     else:
         shape = source.shape
-    components = components_of(config, shape, prompt)
-    peak = peak_of(components)
-    components |= {"peak": peak, "on a card, with CUDA itself": peak + CARD_SPARE}
     console = Console()
     if why:
         console.say(why)
+    if own.memory:
+        config = fit_to_memory(config, shape, prompt, own.memory - CUDA_CONTEXT)
+        console.say(f"sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
+    components = components_of(config, shape, prompt)
+    peak = peak_of(components, keeps=config.speed.cuda_graphs)
+    components |= {"peak": peak, "on a card, with CUDA itself": peak + CUDA_CONTEXT}
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in components.items() if size]
     console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)

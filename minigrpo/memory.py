@@ -1,0 +1,243 @@
+"""The memory of a training step on a GPU, and the batch sizes that fit into it.
+
+Components follow from the model's shape and from the tokens in a step, so no weights are read. It
+is the worst case, for one process on a GPU: completions share nothing but their prompt, and are as
+long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up to 2 GiB.
+The models that rewards ask are not counted, nor what lies in the memory of a CPU.
+"""
+
+from collections.abc import Mapping
+from statistics import mean
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from .config import Config
+from .model.context import TextRows
+from .model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
+from .model.lora import add_adapters
+from .model.mixers import MIXERS
+from .model.roles import LARGE, roles
+from .model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvShape
+from .model.source import ModelSource
+from .model.transformer import ModelShape, Transformer
+from .settings import INITIAL, SELF
+from .task import Task
+from .text.encoding import encode_prompt
+from .text.tokenizer import Tokenizer
+
+MIB = 2**20
+FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
+IN_ROLLOUT = ("KV cache", "states", "decoding round")  # components
+CARD_SPARE = 2**29  # bytes for gaps between allocations
+
+
+def kept_by_block(
+    shape: ModelShape,
+    layer: LayerShape,
+    size: int,
+    tokens: float,
+    keys: float,
+    length: int,
+) -> float:
+    """Bytes that autograd keeps of a block, of `size` bytes per number in activations.
+
+    Attention gathers `keys` for the tokens; a recurrence runs completions of a `length`.
+    """
+    width, inner = shape.width, shape.heads * shape.head_dim
+    family = shape.family_row
+    # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
+    norms = 2 * FLOAT * width * (1 if family.norm == "layer" else 2)
+    norms *= 2 if family.norms == "both" else 1
+    # linear layers keep their inputs; GELU keeps its own, SwiGLU those of SiLU and of the product
+    inside_mlp = shape.mlp_width * (2 if family.gate == "none" else 4)
+    linears = size * (2 * width + inside_mlp)
+    if not isinstance(layer, AttentionShape):
+        return tokens * (norms + linears + kept_by_state(shape, layer, length))
+    norms += 2 * FLOAT * (inner + shape.kv_width) * (family.qk_norm != "none")
+    queries = (5 if family.attention_gate == "query" else 3) * size * inner + FLOAT * shape.heads
+    return tokens * (norms + linears + queries) + keys * 2 * size * shape.kv_width
+
+
+def kept_by_state(
+    shape: ModelShape,
+    layer: ShortConvShape | GatedDeltaShape,
+    length: int,
+) -> float:
+    """Bytes per token that autograd keeps of a mixer with a state, for a text of a `length`."""
+    kept: dict[int, UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+
+    with FakeTensorMode():  # tensors have no memory
+        _, make_mixer = MIXERS[layer.mixer]
+        mixer = make_mixer(shape, layer, 0)
+        hidden = torch.empty(length, shape.width, requires_grad=True)
+        places = torch.arange(len(hidden))
+        context = TextRows(places[None], places, places)
+        with saved_tensors_hooks(keep, lambda nothing: hidden):
+            mixer.project_out(mixer.mix(context, {}, *mixer.project_in(hidden)))
+        for tensor in (hidden, *mixer.parameters()):
+            kept.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in kept.values()) / len(hidden)
+
+
+def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
+    """Bytes by component, not all at the same time: see `peak_of`. `prompt`: its mean tokens."""
+    return weights_of(config, shape) | work_of(config, shape, prompt)
+
+
+def weights_of(config: Config, shape: ModelShape) -> dict[str, float]:
+    """Bytes of the weights and of what belongs to them, by component."""
+    model = Transformer(shape, seed=None)
+    if config.model.lora_rank:
+        model.store(config.model.base_dtype)
+    add_adapters(model, config.model.lora_rank, targets=config.model.lora_targets)
+    named = dict(model.named_parameters())
+    role = roles(model)
+    weights = named.values()
+    trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
+    large = [x for name, x in named.items() if role[name] in LARGE and x.itemsize == FLOAT]
+    # the sampler's copy of all, and autocast's of those that are trained
+    low = sum(x.numel() * (2 if x.requires_grad else 1) for x in large)
+    coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
+    return {
+        "weights": sum(x.nbytes for x in weights),
+        # a matrix of NF4, and its codes of pairs as int32
+        "decoded": 2 * (activation_bytes(config) + 2) * coded,
+        "gradients": trained,
+        "AdamW's moments": 2 * trained * (not config.memory.offload_optimizer),
+        "weights in low precision": LOW * low * config.speed.use_amp,
+        "reference": frozen_bytes(config, model, config.loss.reference_model),
+        "teacher": frozen_bytes(config, model, config.loss.teacher),
+    }
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes of a number in activations and in the cache."""
+    return LOW if config.speed.use_amp else FLOAT
+
+
+def work_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
+    """Bytes of a micro-batch and of a rollout, by component."""
+    memory = config.memory
+    sampling = config.sampling
+    size = activation_bytes(config)
+    group = 1 if config.supervised else sampling.group_size
+    length = sampling.max_new_tokens
+    # 1. What a micro-batch runs.
+    prompts = memory.micro_batch_size or sampling.prompts_per_step
+    predictions = prompts * group * length
+    tokens = prompts * prompt + predictions
+    keys = tokens + prompts * group * prompt
+    longest = prompt + length
+    attending = shape.attention_layers.values()
+    windows = {min(layer.window or longest, longest) for layer in attending}
+    masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
+    kept = {
+        layer: kept_by_block(shape, layer, size, tokens, keys, length) for layer in {*shape.layers}
+    }
+    kept_by_all = sum(kept[layer] for layer in shape.layers)
+    if memory.gradient_checkpointing:
+        inputs_of_blocks = FLOAT * shape.width * len(shape.layers) * tokens
+        kept_by_all = max(kept.values()) + inputs_of_blocks
+    chunk = max(SMALLEST_CHUNK, MAX_LOGITS["cuda"] // shape.vocab_size)
+    rows = 3 * predictions  # log-softmax, and its gradient or the entropy
+    if predictions > chunk:  # two buffers, later one and the gradient of the head
+        rows = chunk + max(chunk, 0 if config.model.lora_rank else shape.width)
+    components = {
+        "activations": kept_by_all + masks,
+        "logits": FLOAT * shape.vocab_size * rows,
+    }
+    if config.supervised:
+        return components
+
+    # 2. What sampling needs.
+    prompts = memory.rollout_batch_size or sampling.prompts_per_step
+    cached = prompts * (prompt + group * length)
+    components["KV cache"] = 2 * len(shape.attention_layers) * shape.kv_width * size * cached
+    states = [x for x in shape.layers if isinstance(x, GatedDeltaShape)]
+    numbers_of_slot = sum(x.value_heads * x.key_dim * x.value_dim for x in states)
+    components["states"] = FLOAT * numbers_of_slot * prompts * group
+    # logits, log-probs, and what tokens are drawn from; top-p sorts them, with int64 indices
+    numbers = 9 if sampling.top_p < 1 else 4
+    components["decoding round"] = FLOAT * numbers * prompts * group * shape.vocab_size
+    return components
+
+
+def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
+    """Bytes of the model of --reference or --teacher beside the trained one."""
+    shares_weights = name == SELF or (name == INITIAL and config.model.lora_rank > 0)
+    if not name or shares_weights or config.memory.offload_reference:
+        return 0
+    frozen = trained
+    if name != INITIAL:
+        frozen = Transformer(ModelSource.of(name, config.task.name).shape, seed=None)
+        frozen.store(config.model.base_dtype)
+    return sum(x.nbytes for x in frozen.parameters())
+
+
+def peak_of(components: Mapping[str, float], *, keeps: bool) -> float:
+    """The most bytes at once: in the rollout, or in the backward pass of a micro-batch.
+
+    With CUDA graphs, what is in the rollout is kept for the next one.
+    """
+    rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
+    update = components["gradients"] + components["activations"] + components["logits"]
+    at_another_time = 0.0 if keeps else min(rollout, update)
+    return CARD_SPARE + sum(components.values()) - at_another_time
+
+
+def mean_prompt(tokenizer: Tokenizer, task: Task) -> float:
+    """The mean number of tokens of the first training prompts."""
+    return mean(len(encode_prompt(tokenizer, task.train(number))) for number in range(64))
+
+
+def fit_to_memory(config: Config, shape: ModelShape, prompt: float, available: float) -> Config:
+    """Set batch sizes that are 0 to the largest that fit a card's `available` bytes, by halves.
+
+    Blocks are recomputed (--gradient-checkpointing) only if no prompt fits otherwise. The rollout's
+    size comes first, if an update of one prompt fits beside it.
+    """
+    memory = config.memory
+    rollout_sizes = [memory.rollout_batch_size] if memory.rollout_batch_size else halves(config)
+    update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else halves(config)
+
+    weights = weights_of(config, shape)
+
+    def fits(config: Config) -> bool:
+        components = weights | work_of(config, shape, prompt)
+        return peak_of(components, keeps=config.speed.cuda_graphs) <= available
+
+    for size in [] if config.supervised else rollout_sizes:
+        config = config.replace(rollout_batch_size=size)
+        smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
+        if fits(config.replace(**smallest)):
+            break
+    for recomputes in sorted({memory.gradient_checkpointing, True}):
+        for size in update_sizes:
+            config = config.replace(micro_batch_size=size, gradient_checkpointing=recomputes)
+            if fits(config):
+                return config
+    return config
+
+
+def halves(config: Config) -> list[int]:
+    """The prompts of a step, half of them, and so on down to one."""
+    sizes = [config.sampling.prompts_per_step]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def sizes_of(config: Config) -> str:
+    """The flags that `fit_to_memory` sets."""
+    memory = config.memory
+    flags = f"--micro-batch-size {memory.micro_batch_size}"
+    if not config.supervised:
+        flags += f" --rollout-batch-size {memory.rollout_batch_size}"
+    return flags + " --gradient-checkpointing" * memory.gradient_checkpointing
