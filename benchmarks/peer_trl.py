@@ -4,6 +4,7 @@ transformers and trl come with the extra `peer`, and are imported only here.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from minigrpo.optimizer import BETAS, learning_rate_at
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.types import Completion, Example
 
+from .measure import synchronize
 from .work import Strict, Work
 
 NEVER = "<|never|>"  # not a token of the model: ends completions of a forced length
@@ -29,6 +31,15 @@ class SameScheduleTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer with the learning rate schedule of this library."""
 
     schedule: Config
+    metrics: dict[str, float]  # gets the seconds of sampling
+
+    def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+        synchronize(self.accelerator.device)
+        start = time.perf_counter()
+        completions = super()._generate_single_turn(*args, **options)
+        synchronize(self.accelerator.device)
+        self.metrics["rollout"] = time.perf_counter() - start
+        return completions
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         def factor(step: int) -> float:
@@ -83,6 +94,7 @@ def make_trainer(
     # As in this library, all layers but the output head have adapters.
     adapters = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
     SameScheduleTrainer.schedule = config
+    SameScheduleTrainer.metrics = metrics
     arguments = GRPOConfig(
         output_dir=str(folder / "output"),
         use_cpu=work.device.type == "cpu",

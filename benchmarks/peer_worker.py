@@ -40,6 +40,7 @@ class Link:
         self.answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self.metrics = dict[str, float]()  # figures of the last step
+        self.dtype = torch.float32  # of the trained weights
         self.trained: Callable[[], Transformer]  # returns the model as it is now
         self.evaluate: Callable[[], float]
 
@@ -71,7 +72,8 @@ def train_ours(work: Work, config: Config, link: Link, folder: Path) -> None:
         link.begin()
         timed = own.step(number)
         assert own.batch.rewards is not None
-        link.metrics |= {name: timed[name] for name in ("completion_tokens", "tokens/run")}
+        for name in ("completion_tokens", "tokens/run", "rollout"):
+            link.metrics[name] = timed[name]
         link.metrics["reward"] = float(own.batch.rewards.total.mean())
         link.end()
 
@@ -93,7 +95,10 @@ def train_theirs(
         return Transformer.from_pretrained(folder / "trained").to(work.device)
 
     link.trained = trained
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        link.dtype = next(p.dtype for p in trainer.model.parameters() if p.requires_grad)
 
 
 def held_out_reward(work: Work, config: Config, model: Transformer, number: int) -> float:
@@ -135,7 +140,7 @@ def main() -> None:
                 train_ours(work, config, link, folder)
             else:
                 train_theirs(work, config, link, folder, settings, asked["steps"])
-    link.answer({"peak_mib": memory.mib})
+    link.answer({"peak_mib": memory.mib, "dtype": str(link.dtype).removeprefix("torch.")})
 
 
 if __name__ == "__main__":

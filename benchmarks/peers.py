@@ -7,9 +7,21 @@ the other, because together they do not fit into memory.
 The same in all rows: initial weights, prompts and their order, rewards (this library's scorer),
 group size, lengths, temperature, the loss (grpo; KL by k3), AdamW, learning rate and schedule,
 clipping to a norm of 1, one optimizer step per rollout. TRL has the fastest of several settings
-without checkpointing, which are tried here first. TRL samples with transformers' generate; vLLM,
-which needs a GPU, is not compared. LoRA has rank 8 on all linear layers of the blocks, on both
-sides. Memory is the growth of each row's own process, from before it loads the model.
+without checkpointing, which are tried here first. TRL samples with transformers' generate, and on
+CUDA also with its continuous batching; vLLM is not compared. On CUDA our row too has the faster of
+two micro-batch sizes. LoRA has rank 8 on all linear layers of the blocks, on both sides. Memory is
+the growth of each row's own process, from before it loads the model. With bf16, TRL's continuous
+batching trains weights and moments in bfloat16; the table says so.
+
+A machine without an index of packages needs their wheels, fetched on another one for its Python:
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest wheels \\
+        trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 peft accelerate chess \\
+        Levenshtein rapidfuzz gguf pydantic pydantic-core annotated-types typing-inspection tyro \\
+        docstring-parser typeguard
+    pip install --no-index --no-deps --target site wheels/*.whl; export PYTHONPATH=site
+    python benchmark.py peers --device cuda --jobs gpu-0.5b --ways bfloat16 --lines peers.jsonl
 """
 
 import json
@@ -17,7 +29,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryFile
@@ -28,6 +40,7 @@ from rich.console import Console
 
 from minigrpo.config import Config
 from minigrpo.run.reading import Run
+from minigrpo.runtime.device import pick_device
 from minigrpo.tools.report import plot_curve
 
 from .measure import Column, Median, Outputs, device_name, gain, show
@@ -57,6 +70,17 @@ class Job:
     held_out: int = 64  # prompts on which the trained models are compared
 
 
+# How TRL samples; the first is transformers' generate.
+SAMPLERS: dict[str, Settings] = {
+    "generate": {},
+    "continuous batching": {
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {
+            "use_cuda_graph": True,
+            "max_memory_percent": 0.3,
+        },
+    },
+}
 SUMS: Settings = {"config": ["arithmetic"], "prompts_per_step": 16, "group_size": 16}
 JOBS = {
     "chess": Job({"natural": True}, 256),
@@ -69,6 +93,15 @@ JOBS = {
         name: Job({"preset": name}, 8, {"num_speculative_tokens": 0}, 4, 1, held_out=0)
         for name in ("qwen3-small", "qwen3.5-small")
     },
+    "gpu-0.5b": Job(
+        {"preset": "qwen2.5-0.5b-gpu"},
+        64,
+        {"num_speculative_tokens": 0, "cuda_graphs": True},
+        steps=5,
+        warm_up=2,
+        at_once=1,
+        held_out=0,
+    ),
     "smollm2": Job(SUMS, 256, at_once=1, steps=4, warm_up=1),
     "smollm2-later": Job({**SUMS, "model": "runs/sums-60"}, 256, at_once=1, steps=4, warm_up=1),
 }
@@ -76,13 +109,15 @@ COLUMNS: tuple[Column, ...] = (
     ("", "name", "{}"),
     ("s/step", "s/step", "{}"),
     ("times minigrpo", "multiple", "{}"),
+    ("s sampling", "rollout", "{:.2f}"),
     ("peak MiB", "peak_mib", "{:,.0f}"),
+    ("weights", "dtype", "{}"),
     ("tokens sampled", "completion_tokens", "{:,.0f}"),
     ("tokens run by the update", "tokens/run", "{:,.0f}"),
     ("mean reward", "reward", "{:.3f}"),
     ("held out before", "held_out_before", "{:.3f}"),
     ("after", "held_out_after", "{:.3f}"),
-    ("TRL's settings", "trl", "{}"),
+    ("settings", "chosen", "{}"),
     ("", "status", "{}"),
 )
 
@@ -94,6 +129,7 @@ class Row:
     name: str
     flags: Settings = field(default_factory=dict)  # this library's
     settings: Settings | None = None  # TRL's, or None for this library
+    chosen: str = ""  # the settings that were the fastest
     status: str = ""  # why it did not run to its end
     steps: list[dict[str, float]] = field(default_factory=list)
     curve: list[tuple[float, float]] = field(default_factory=list)  # minutes, held-out reward
@@ -168,17 +204,28 @@ class Peers(Outputs):
     """Draw the held-out reward by minute into this file; needs matplotlib."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    lines: str = ""
+    """Append each row's figures to this file, a line of JSON, as soon as they are there."""
+    dry: bool = False
+    """Two steps of a tiny model instead, with all that is tried on CUDA, to test this script."""
 
     def run(self, console: Console) -> dict[str, Any]:
         tables = list[str]()
         jobs = dict[str, list[dict[str, Any]]]()
         for name in self.jobs:
             job = JOBS[name]
+            if self.dry:
+                tiny = {"preset": "tiny", "max_new_tokens": 8}
+                job = replace(job, work=tiny, completions=64, steps=2, warm_up=1, held_out=0)
             rows = [row for way in self.ways for row in self._rows(job, way, console)]
             steps = (self.steps or job.steps) if self.minutes == math.inf else 1000
             asked = self._asked(job, steps, job.held_out)
             for i in range(0, len(rows), job.at_once):
                 take_turns(rows[i : i + job.at_once], asked, console, name)
+                for row in rows[i : i + job.at_once] if self.lines else ():
+                    figures = {"job": name, **record(row, row, job.warm_up)}
+                    with Path(self.lines).open("a") as file:
+                        print(json.dumps(figures), file=file)
             if self.plot:
                 curves = {row.name: [row.as_run()] for row in rows}
                 labels = "minutes of training", "" if name == "chess" else "held-out reward"
@@ -194,21 +241,42 @@ class Peers(Outputs):
         return {"work": work, "steps": steps, "minutes": self.minutes, "held_out": held_out}
 
     def _rows(self, job: Job, way: str, console: Console) -> list[Row]:
-        """Our row, and TRL's with the fastest of the settings that fit into memory."""
+        """Our row and TRL's, each with the fastest of the settings that fit into memory."""
         flags, settings = WAYS[way]
-        tried = list[Row]()
-        for size in (job.completions, job.completions // 4):
+        on_cuda = self.dry or torch.device(pick_device(self.device)).type == "cuda"
+
+        def fastest(name: str, rows: Sequence[Row]) -> Row:
+            """A row with the settings of the fastest row, all of which are tried."""
+            for row in rows if len(rows) > 1 else ():
+                take_turns([row], self._asked(job, 2, 0), console, f"trying {row.name}")
+            best = min(rows, key=lambda row: min(row.seconds(1).values(), default=math.inf))
+            return Row(f"{name}, {way}", best.flags, best.settings, best.chosen, best.status)
+
+        def of_trl(sampler: str, size: int) -> Row:
             own = {
                 "per_device_train_batch_size": size,
                 "gradient_accumulation_steps": job.completions // size,
                 "gradient_checkpointing": False,
                 **settings,
+                **SAMPLERS[sampler],
             }
-            tried.append(Row(f"TRL in batches of {size}", flags, own))
-            take_turns([tried[-1]], self._asked(job, 2, 0), console, f"trying TRL, {way}")
-        fastest = min(tried, key=lambda row: min(row.seconds(1).values(), default=math.inf))
-        best = Row(f"TRL, {way}", flags, fastest.settings, fastest.status)
-        return [Row(f"minigrpo, {way}", {**job.flags, **flags}), best]
+            return Row(f"TRL: {sampler}", flags, own, f"{sampler}, batches of {size}")
+
+        # 1. TRL: the sampler, and then the size of its batches.
+        samplers = [*SAMPLERS][: 2 if on_cuda else 1]
+        best = fastest("TRL", [of_trl(sampler, job.completions) for sampler in samplers])
+        sampler = best.chosen.split(",")[0]
+        sizes = (job.completions, job.completions // 4)
+        best = fastest("TRL", [of_trl(sampler, size) for size in sizes])
+
+        # 2. This library.
+        ours = {**job.flags, **flags}
+        micro_batches = (0, 1) if on_cuda else (0,)
+        rows = [
+            Row("minigrpo", {**ours, "micro_batch_size": size}, chosen=f"micro-batches of {size}")
+            for size in micro_batches
+        ]
+        return [fastest("minigrpo", rows if on_cuda else [Row("minigrpo", ours)]), best]
 
 
 def take_turns(rows: Sequence[Row], asked: Mapping[str, Any], console: Console, title: str) -> None:
@@ -245,14 +313,14 @@ def record(row: Row, ours: Row, warm_up: int) -> dict[str, Any]:
     if not seconds:
         return figures
     multiple = gain(seconds, ours.seconds(warm_up))
-    for name in ("completion_tokens", "tokens/run", "reward"):
+    for name in ("completion_tokens", "tokens/run", "reward", "rollout"):
         figures[name] = mean(step[name] for step in row.steps)
-    size = (row.settings or {}).get("per_device_train_batch_size")
     figures |= {
         "s/step": Median.of(list(seconds.values())).text(),
         "multiple": multiple.text("{:.1f}") if multiple else "",
         "peak_mib": row.end.get("peak_mib"),
-        "trl": f"batches of {size}" if size else "",
+        "dtype": row.end.get("dtype"),
+        "chosen": row.chosen,
     }
     if row.curve:
         figures |= {"curve": row.curve, "held_out_before": row.curve[0][1]}

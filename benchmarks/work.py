@@ -70,6 +70,9 @@ PRESETS = {
     "qwen3-small": Preset(QWEN3, 256, {**TWO_BY_FOUR, "max_new_tokens": 64}),
     "qwen3.5-small": Preset(QWEN3_5, 256, {**TWO_BY_FOUR, "max_new_tokens": 64}),
     "qwen2.5-0.5b": Preset(QWEN_494M, 128, {**TWO_BY_FOUR, "max_new_tokens": 64}),
+    "qwen2.5-0.5b-gpu": Preset(
+        QWEN_494M, 256, {**EIGHT_BY_EIGHT, "kl_coef": 0.0, "max_new_tokens": 256}
+    ),
 }
 
 
@@ -113,7 +116,7 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
 class WorkFlags(Outputs):
     """The flags that choose a job."""
 
-    preset: Literal["tiny", "qwen3-small", "qwen3.5-small", "qwen2.5-0.5b"] = "tiny"
+    preset: Literal[tuple(PRESETS)] = "tiny"  # type: ignore[valid-type]
     """tiny: 4 layers, width 128, 512 tokens."""
     natural: bool = False
     """The default job with its own model, prompts and rewards; completions end with end of text."""

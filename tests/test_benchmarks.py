@@ -50,3 +50,15 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     assert not [step for step in steps if {"error", "skipped"} & step.keys()]
     assert steps[-1]["step"] == "tests"
     assert steps[-1]["exit_code"] == 0
+
+
+@pytest.mark.peer
+def test_the_peers_of_a_gpu_take_turns_on_a_cpu(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    main(["peers", "--dry", "--jobs", "gpu-0.5b", "--ways", "float32", "--lines", str(lines)])
+    ours, theirs = read_jsonl(lines)
+    for row in (ours, theirs):
+        assert not row["status"]
+        assert row["completion_tokens"] == 64 * 8
+        assert 0 < row["rollout"] < float(row["s/step"].split()[0])
+        assert row["dtype"] == "float32"

@@ -31,13 +31,13 @@ class InferenceCopy:
         self.model = low = model.sharing_weights()
         modules: list[Any] = [*low.h.modules()]
         for module in modules:
-            for name, parts in JOINED.items():
-                layers = [getattr(module, part, None) for part in parts]
+            for name, names in JOINED.items():
+                layers = [getattr(module, part, None) for part in names]
                 # others have adapters, or need no copy
                 if all(type(x) is Linear and x.weight.dtype == torch.float32 for x in layers):
                     setattr(module, name, self._joined(layers))
                     module.is_fused = True
-                    for part in parts:
+                    for part in names:
                         delattr(module, part)
         for module in modules:
             if isinstance(module, nn.Linear):
