@@ -23,8 +23,8 @@ from typing import NamedTuple
 import chess
 
 from minigrpo.fen import position_key
+from minigrpo.tasks.base import Rows
 from minigrpo.tasks.rows import Row
-from minigrpo.tasks.splits import Rows
 from minigrpo.types import Example
 
 PROMPT = "P: "

@@ -28,10 +28,9 @@ from qa import QA
 
 from minigrpo.evaluate import calibration
 from minigrpo.rng import stream
-from minigrpo.tasks.base import Generated, SourceTask
+from minigrpo.tasks.base import Files, Generated, SourceTask, is_held_out
 from minigrpo.tasks.math import HASHES, Math, final_answer
 from minigrpo.tasks.prompts import Prompts
-from minigrpo.tasks.splits import Files, is_held_out
 from minigrpo.text.chat import extended
 from minigrpo.types import Example
 

@@ -15,9 +15,9 @@ import chess.pgn
 
 from minigrpo.fen import is_valid_fen, position_key, write_fen
 from minigrpo.rng import stream
+from minigrpo.tasks.base import Rows
 from minigrpo.tasks.chess_env import ChessEnv, position_is_held_out, question_about
 from minigrpo.tasks.rows import Row
-from minigrpo.tasks.splits import Rows
 
 chess.pgn.LOGGER.disabled = True  # bad games are counted, not printed
 

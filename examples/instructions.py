@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import minigrpo
-from minigrpo.tasks.splits import is_held_out
+from minigrpo.tasks.base import is_held_out
 
 TOPICS = re.split(
     ", ",

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from textwrap import dedent
 
+from minigrpo.tasks.base import Files, Rows
 from minigrpo.tasks.code import Code, run_tests
 from minigrpo.tasks.rows import Record, Row, text_field
-from minigrpo.tasks.splits import Files, Rows
 from minigrpo.types import Example
 
 PROMPT = (

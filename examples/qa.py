@@ -12,10 +12,9 @@ import string
 from collections.abc import Mapping
 from dataclasses import replace
 
-from minigrpo.tasks.base import SourceTask
+from minigrpo.tasks.base import Files, Rows, SourceTask
 from minigrpo.tasks.prompts import REQUEST, tagged_answer
 from minigrpo.tasks.rows import ANSWERS, Record, Row, parse_pair
-from minigrpo.tasks.splits import Files, Rows
 from minigrpo.types import Example
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")

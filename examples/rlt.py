@@ -33,10 +33,9 @@ import numpy as np
 from minigrpo.model.frozen_model import FrozenModel
 from minigrpo.rng import stream
 from minigrpo.task import TokenBatch
-from minigrpo.tasks.base import Generated, SourceTask
+from minigrpo.tasks.base import Files, Generated, Rows, SourceTask, is_held_out
 from minigrpo.tasks.math import solution_of
 from minigrpo.tasks.rows import QUESTIONS, Record, Row, text_field
-from minigrpo.tasks.splits import Files, Rows, is_held_out
 from minigrpo.text.encoding import encode_prompt, to_completions, token_texts
 from minigrpo.types import ConfigError, Example
 

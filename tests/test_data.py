@@ -14,10 +14,10 @@ import pytest
 from examples.qa import QA, normalized, parse_qa
 from minigrpo.given import Given
 from minigrpo.task import Task
+from minigrpo.tasks.base import Rows, is_held_out
 from minigrpo.tasks.loading import load_task
 from minigrpo.tasks.prompts import Prompts
 from minigrpo.tasks.rows import canonical, parse_any, parse_episode, parse_pair, plain, read_rows
-from minigrpo.tasks.splits import Rows, is_held_out
 from minigrpo.types import Example
 
 from .tiny import ask, refused

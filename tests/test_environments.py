@@ -24,7 +24,7 @@ from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.rng import uniforms
 from minigrpo.run.logging import read_jsonl
 from minigrpo.sampling import generate as generate_module
-from minigrpo.tasks import splits
+from minigrpo.tasks import base
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.chat import Chat
 from minigrpo.text.encoding import encode_prompt
@@ -775,7 +775,7 @@ def test_rows_that_ask_the_same_differ_by_what_their_environment_reads(
     """Tools alone read nothing."""
     rows = [{"prompt": "Buy.", "price": price} for price in (5, 5, 6, 7)]
     questions = set[str]()
-    monkeypatch.setattr(splits, "is_held_out", questions.add)
+    monkeypatch.setattr(base, "is_held_out", questions.add)
     begun(world, *rows, {"prompt": "Sell.", "price": 5})
     assert len(questions) == number
 

@@ -1,15 +1,22 @@
-"""Tasks whose examples come from a generator, files or another task, and the examples of steps."""
+"""Where examples come from: a generator, files or another task; and the examples of steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
+from ..errors import refusing
+from ..rng import stream
 from ..task import Task, TokenBatch
-from ..types import Example
-from .rows import question_of
+from ..types import ConfigError, Example
+from .rows import Parse, Record, Row, canonical, parse_pair, plain, question_of
 
+Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 MOST_STEPS = 2**20  # a longer run may use a number twice
 
 
@@ -28,11 +35,111 @@ class Generated(Task):
         return self.make(number, "held-out")
 
 
+class Rows(Task):
+    """The examples of files. An epoch visits every row once, in an order of its own.
+
+    `--eval-data` is held out whole; without it a tenth of the questions of `--data`, by a hash. A
+    question is the whole prompt: the messages, the tools and the template's variables; with an
+    environment, the whole row. It counts once in an evaluation, however many rows ask it.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        data: Files,
+        eval_data: Files,
+        parse: Parse = parse_pair,
+    ) -> None:
+        """Without `data` there is nothing to train on. Raises ConfigError for an empty split."""
+        self.seed = seed
+        self.parse = parse
+
+        # 1. The split. A question that is evaluated is represented by its first row.
+        rows = self.read(data)
+        eval_rows = self.read(eval_data, "eval_data")
+        evaluated: dict[str, Example] = {}
+        for row in eval_rows if eval_data else self.choose_held_out(rows):
+            evaluated.setdefault(row.question, row.example)
+        trained = [row for row in rows if row.question not in evaluated]
+        self._train = [row.example for row in trained]
+        self._held_out = list(evaluated.values())
+        self._known = [*self._train, *self._held_out]
+
+        # 2. The counts. A row that asks an evaluated question again is left out.
+        self.num_train = len(trained)
+        self.num_held_out = len(evaluated)
+        self.num_known = len(self._known)
+        self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
+        if not evaluated or (data and not trained):
+            raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
+
+    def read(self, files: Files, argument: str = "data") -> list[Row]:
+        """The rows of JSONL files, or of a caller's argument. Raises ConfigError for bad ones."""
+        rows = []
+        for place, record in _places(files, argument):
+            with refusing(place):
+                if isinstance(record, bytes):
+                    record = json.loads(record)
+                row = self.parse(plain(record))
+                question = canonical(row.question)
+                if not question:
+                    raise ValueError("the question is empty")
+                example = replace(row.example, place=place)
+                rows.append(row._replace(question=question, example=example))
+        return rows
+
+    def choose_held_out(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows of a tenth of the questions, or one row. A subclass may have another rule."""
+        chosen = [row for row in rows if is_held_out(row.question)]
+        return chosen or sorted(rows, key=lambda row: hash64(row.question))[:1]
+
+    def train(self, number: int) -> Example:
+        epoch, place = divmod(number, self.num_train)
+        order = permutation(self.seed, epoch, self.num_train)
+        return replace(self._train[order[place]], index=number)
+
+    def held_out(self, number: int) -> Example:
+        return replace(self._held_out[number % len(self._held_out)], index=number)
+
+    def known(self, number: int) -> Example:
+        """Example `number` of those that are trained on, then of those that are evaluated."""
+        return self._known[number]
+
+
+def _places(files: Files, argument: str) -> Iterator[tuple[str, bytes | Record]]:
+    """Each line of files, or row of a caller, after its name, such as "a.jsonl, line 3"."""
+    for source in files:
+        if not isinstance(source, Path):
+            for number, record in enumerate(source, 1):
+                yield f"{argument}, row {number}", record
+            continue
+        # as bytes, because `splitlines` of a text also splits at U+2028
+        for number, line in enumerate(source.read_bytes().splitlines(), 1):
+            if line.strip():
+                yield f"{source}, line {number}", line
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    return stream(seed, "pairs", epoch).permutation(n)
+
+
+def hash64(text: str) -> int:
+    """A 64-bit hash of a text, the same in every process (Python's `hash` is not)."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8)
+    return int.from_bytes(hashed.digest())
+
+
+def is_held_out(question: str, one_in: int = 10) -> bool:
+    """Whether a question is for evaluation, by its hash alone: copies of it are in one split."""
+    return hash64(question) % one_in == 0
+
+
 class SourceTask(Task):
     """A task whose examples come from a source; a subclass adds `reward_weights` and `score`."""
 
     def __init__(self, source: Task) -> None:
-        """`source` is a generator, or the rows of files (splits.py); its scores are not read."""
+        """`source` is a generator, or the rows of files; its scores are not read."""
         self.source = source
         self.about = source.about
         self.num_held_out = source.num_held_out

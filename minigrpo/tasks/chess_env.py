@@ -25,8 +25,7 @@ from ..fen import is_valid_fen, move_kind, position_key, push, transition, write
 from ..rewards.functions import similarity
 from ..rng import stream
 from ..types import Example
-from .base import Generated
-from .splits import hash64
+from .base import Generated, hash64
 
 # the reward may have a sign, because RookWorld's files give an illegal move -1.0
 ENDING = re.compile(r"(-?[01]\.[0-9]{1,3})\+([01])\+([01])")

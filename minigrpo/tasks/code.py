@@ -18,8 +18,7 @@ import numpy as np
 from ..rng import stream
 from ..sandbox import run_tests as run_tests
 from ..types import Example
-from .base import Generated
-from .splits import is_held_out
+from .base import Generated, is_held_out
 
 HEAD = "def f(x):"
 KINDS = {"line": "x", "square": "x*x"}

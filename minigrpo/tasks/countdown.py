@@ -24,10 +24,9 @@ from numpy.random import Generator
 
 from ..rng import stream
 from ..types import ConfigError, Example
-from .base import Generated, SourceTask
+from .base import Files, Generated, Rows, SourceTask, is_held_out
 from .prompts import tagged_answer
 from .rows import Record, Row
-from .splits import Files, Rows, is_held_out
 
 SMALLEST = 6  # least limit of the numbers in a level; below it hardly any problem is held out
 LARGEST = 100  # largest value in a random attempt

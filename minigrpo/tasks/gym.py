@@ -16,10 +16,9 @@ from typing import Any
 
 from ..errors import refusing
 from ..types import ConfigError, Example
-from .base import SourceTask
+from .base import Rows, SourceTask
 from .prompts import REQUEST, tagged_answer
 from .rows import Record, Row
-from .splits import Rows
 
 BRIEF = "Give only the answer."
 NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")

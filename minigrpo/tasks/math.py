@@ -22,9 +22,8 @@ from ..errors import RunFailed
 from ..rng import stream
 from ..runtime.processes import WorkerProcesses
 from ..types import ConfigError, Example
-from .base import Generated, SourceTask
+from .base import Files, Generated, Rows, SourceTask, is_held_out
 from .rows import QUESTIONS, Record, Row, text_field
-from .splits import Files, Rows, is_held_out
 
 LONGEST = 300  # characters of an answer that are read
 PATIENCE_S = 60.0  # limit of wall time for math-verify on a busy machine, beside that of CPU time

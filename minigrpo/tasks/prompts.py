@@ -13,9 +13,8 @@ from typing import Any
 
 from ..rewards.functions import similarity
 from ..types import EXACT, REWARD, ConfigError, Example
-from .base import Generated, SourceTask
+from .base import Files, Generated, Rows, SourceTask
 from .rows import Parse, parse_any, parse_episode, parse_pair
-from .splits import Files, Rows
 
 REQUEST = (
     "Think first if that helps. Then write the answer itself, in a few words, between <answer> and "
