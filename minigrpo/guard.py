@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from .errors import RunFailed as RunFailed
+from .errors import RunFailed
 from .types import Warn
 
 BAD_STEPS_TO_STOP = 6  # in a row

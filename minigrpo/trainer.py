@@ -18,9 +18,10 @@ import torch
 from .build import FrozenModels, Job, make_sampler, make_scorer, resolve
 from .checks import check_examples, digests
 from .config import Config
+from .errors import ConfigError, RunFailed
 from .evaluate import measure
 from .given import Given
-from .guard import Diverged, RunFailed
+from .guard import Diverged
 from .identity import digest
 from .learner import Learner
 from .memory import fit_to_memory, mean_prompt, sizes_of
@@ -44,7 +45,6 @@ from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
 from .statistics import Estimate
 from .tasks.base import ExamplePrefetcher
-from .types import ConfigError
 from .userfiles import refusing_exit
 
 Callback = Callable[[int, Mapping[str, float]], object]  # of (step, metrics)

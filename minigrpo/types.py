@@ -185,7 +185,7 @@ class PackedPrompt:
 class Scores(PartlyKnown, PerPrompt):
     """The scores that one reward gives to texts: `[n]` in a call, `[P, G]` in a table.
 
-    A failed call has no value; in a table, it has its group's worst: see `rewards.scores.settled`.
+    A failed call has no value; in a table, it has its group's worst: see `rewards.scorer.settled`.
     """
 
     failed: np.ndarray  # bool, the call raised, took too long or gave a number that is not finite

@@ -18,8 +18,8 @@ import minigrpo
 from minigrpo.build import Job, make_tokenizer, resolve
 from minigrpo.checks import check_examples
 from minigrpo.config import Config
+from minigrpo.errors import RunFailed
 from minigrpo.given import Given
-from minigrpo.guard import RunFailed
 from minigrpo.losses import Clip, LossInputs, LossSpec, per_token
 from minigrpo.metrics import headline
 from minigrpo.model import lora

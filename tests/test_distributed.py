@@ -21,8 +21,8 @@ from minigrpo import Config, Trainer, evaluate, userfiles
 from minigrpo.build import Job
 from minigrpo.checkpoint import newest
 from minigrpo.checks import digests as digests_of
+from minigrpo.errors import RunFailed
 from minigrpo.given import Given
-from minigrpo.guard import RunFailed
 from minigrpo.identity import record_checksum
 from minigrpo.rewards.functions import RewardFunction
 from minigrpo.rewards.scorer import RewardScorer

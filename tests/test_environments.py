@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import minigrpo
-from minigrpo.guard import RunFailed
+from minigrpo.errors import RunFailed
 from minigrpo.metrics import dialogue_metrics
 from minigrpo.model.transformer import Transformer
 from minigrpo.rewards.scorer import RewardScorer

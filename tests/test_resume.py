@@ -26,10 +26,10 @@ import torch
 
 from minigrpo import Trainer, Transformer, evaluate, learner, trainer
 from minigrpo.checkpoint import checkpoints, is_finite, load_checkpoint, newest
-from minigrpo.guard import Diverged, RunFailed
-from minigrpo.rewards.functions import RewardFunction
+from minigrpo.errors import RunFailed
+from minigrpo.guard import Diverged
+from minigrpo.rewards.functions import RewardFunction, as_scores
 from minigrpo.rewards.scorer import RewardScorer
-from minigrpo.rewards.scores import as_scores
 
 from .steps import bits, tiny_trainer
 from .tiny import ROOT, SUMS, TINY, TORCHRUN, flags, refused, tiny_chess_model, write_jsonl

@@ -21,9 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minigrpo.metrics import Graded
-from minigrpo.rewards.functions import RewardFunction, load_rewards, reward, similarity
-from minigrpo.rewards.scorer import RewardScorer
-from minigrpo.rewards.scores import as_scores, settled
+from minigrpo.rewards.functions import RewardFunction, as_scores, load_rewards, reward, similarity
+from minigrpo.rewards.scorer import RewardScorer, settled
 from minigrpo.run.logging import read_jsonl
 from minigrpo.runtime.processes import STOP_SIGNALS
 from minigrpo.task import Task, TokenBatch

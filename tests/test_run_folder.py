@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minigrpo import userfiles
 from minigrpo.checkpoint import checkpoints, load_checkpoint, newest, save_checkpoint, write_text
 from minigrpo.config import Config
-from minigrpo.guard import RunFailed
+from minigrpo.errors import RunFailed
 from minigrpo.model.source import RunRecord
 from minigrpo.rng import stream
 from minigrpo.run import logging

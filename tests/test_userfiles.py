@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minigrpo.guard import RunFailed
+from minigrpo.errors import RunFailed
 from minigrpo.rewards.functions import load_rewards
 from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.run.logging import read_jsonl

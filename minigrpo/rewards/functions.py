@@ -1,4 +1,4 @@
-"""Reward functions of users: the decorator, its checks, and one call of a function."""
+"""Reward functions of users: the decorator, its checks, a call of a function, and its answer."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -7,6 +7,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import Levenshtein
+import numpy as np
+import torch
 
 from ..errors import ConfigError, refusing
 from ..runtime.hangs import TRACE
@@ -14,7 +16,6 @@ from ..runtime.pool import finished
 from ..runtime.processes import WorkerProcesses
 from ..types import REWARD, Example, Scores, Warn
 from ..userfiles import load_file, name_of
-from .scores import as_scores
 
 # what a worker process can call
 IMPORTABLE = "a function at the top of a file of its own, not async"
@@ -138,3 +139,33 @@ def similarity(text: str, other: str) -> float:
     """1 - d / n in [0, 1], for a Levenshtein distance d and the length n of the longer text."""
     longest = max(len(text), len(other))
     return 1 - Levenshtein.distance(text, other) / longest if longest else 1.0
+
+
+def as_numbers(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A copy of an answer as float64. Raises an error unless it is finite numbers of this shape."""
+    numbers = _as_array(answer, shape)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"returned {answer!r:.80}, which is not finite")
+    return numbers
+
+
+def as_scores(answers: Any, number: int) -> Scores:
+    """What a reward answers for `number` texts. Raises an error for answers of another shape.
+
+    None says that the reward does not concern a text. A number that is not finite is a failure.
+    """
+    applies = np.ones(number, dtype=bool)
+    if isinstance(answers, list | tuple):
+        applies = np.array([answer is not None for answer in answers], dtype=bool)
+        answers = [0.0 if answer is None else answer for answer in answers]
+    numbers = _as_array(answers, (number,))
+    is_finite = np.isfinite(numbers)
+    known = applies & is_finite
+    return Scores(np.where(known, numbers, 0.0), known, failed=~is_finite)
+
+
+def _as_array(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
+    tensor = torch.as_tensor(answer, dtype=torch.float64, device="cpu")
+    if tensor.shape != shape:
+        raise ValueError(f"returned {answer!r:.80}, not numbers of the shape {list(shape)}")
+    return tensor.detach().numpy().copy()

@@ -1,4 +1,4 @@
-"""The scorer: it calls the environments, the task and the reward functions for a batch.
+"""The scorer: it calls the environments, the task and the reward functions, and adds up scores.
 
 The task is trusted: it has no time limit, and an error in it ends the run. A function that hangs,
 raises or returns no number has failed, and the completion counts as the worst of its group.
@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ConfigError
-from ..guard import RunFailed
+from ..advantages import neutral
+from ..errors import ConfigError, RunFailed
 from ..runtime.pool import Pool
 from ..task import Task, TokenBatch
 from ..text.tokenizer import Tokenizer
 from ..types import EXACT, REWARD, Completion, Completions, Example, RewardTable, Scores, Warn
 from ..userfiles import failure
-from .functions import RewardFunction
-from .scores import as_numbers, as_scores, reward_table
+from .functions import RewardFunction, as_numbers, as_scores
 
 MOST_FAILING = 3  # steps in a row in which a reward fails on all completions
 RESERVED = ("step", "n", REWARD)  # keys of eval.jsonl beside the measures
@@ -209,3 +208,40 @@ class RewardScorer:
                     cost = "such completions count as the worst of their group"
                     self.warn(f"reward {function.name}: {first}; {cost}")
         return Scores.join(scores).select(batch.places if function.grouped else batch.same)
+
+
+def settled(scores: Scores, weight: float) -> Scores:
+    """`[P, G]` scores in which a failure counts as the worst of its group.
+
+    In a group without any value, it counts as the worst of the batch: the group teaches nothing,
+    and an evaluation does not leave it out. The worst is the largest value if the weight is
+    negative. A failure stays without a value if the batch has none.
+    """
+    sign = 1.0 if weight >= 0 else -1.0
+    answers = np.where(scores.known, sign * scores.values, np.inf)
+    worst_of_group = answers.min(axis=1, keepdims=True)
+    worst = np.where(np.isinf(worst_of_group), answers.min(), worst_of_group)
+    replaced = scores.failed & np.isfinite(worst)
+    values = np.where(replaced, sign * worst, scores.values)
+    return Scores(values, scores.known | replaced, scores.failed)
+
+
+def reward_table(
+    scores: Mapping[str, Scores],
+    weights: Mapping[str, float],
+    shape: tuple[int, int],
+) -> RewardTable:
+    """The table of scores, `[P, G]` each, with what failures cost. `weights` says what adds up.
+
+    A total that is not known counts as the worst of its group, or as 0 if none there is known.
+    """
+    table = {name: settled(each, weights.get(name, 1.0)) for name, each in scores.items()}
+    total = np.zeros(shape)
+    known = np.ones(shape, dtype=bool)
+    for name, weight in weights.items():
+        total += weight * neutral(table[name])
+        # nobody knows what a reward would have given where it failed throughout
+        known &= table[name].known | ~table[name].failed
+    worst = np.where(known, total, np.inf).min(axis=1, keepdims=True)
+    total = np.where(known, total, np.where(known.any(axis=1, keepdims=True), worst, 0.0))
+    return RewardTable(total, known, table)

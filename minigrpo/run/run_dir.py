@@ -29,7 +29,7 @@ from ..checkpoint import (
     write_text,
 )
 from ..config import Config
-from ..guard import RunFailed
+from ..errors import ConfigError, RunFailed
 from ..model.hf import ADAPTER_FILE, WEIGHTS
 from ..model.lora import adapters, peft_files
 from ..model.source import RECORD
@@ -37,7 +37,6 @@ from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
 from ..runtime.hangs import tracing
 from ..settings import places
-from ..types import ConfigError
 from ..userfiles import files_read, sha256_of
 from .console import Console
 from .logging import LOGS, LogLine, RunLog, start_tracker, to_json

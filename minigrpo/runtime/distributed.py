@@ -18,8 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError, error_text
-from ..guard import RunFailed
+from ..errors import ConfigError, RunFailed, error_text
 
 T = TypeVar("T")
 COUNTED = ("/tokens", "/failures")  # endings of metrics that are summed, not averaged

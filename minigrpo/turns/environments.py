@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import refusing
-from ..guard import RunFailed
-from ..rewards.scores import as_numbers
+from ..errors import RunFailed, refusing
+from ..rewards.functions import as_numbers
 from ..rng import stream
 from ..runtime.pool import called, finished
 from ..task import Task
