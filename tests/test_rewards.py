@@ -24,7 +24,7 @@ from minigrpo.metrics import Graded
 from minigrpo.rewards.functions import RewardFunction, as_scores, load_rewards, reward, similarity
 from minigrpo.rewards.scorer import RewardScorer, settled
 from minigrpo.run.logging import read_jsonl
-from minigrpo.runtime.processes import STOP_SIGNALS
+from minigrpo.runtime.calls import STOP_SIGNALS
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.encoding import to_completions

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, refusing
+from ..runtime.calls import WorkerProcesses, finished
 from ..runtime.hangs import TRACE
-from ..runtime.pool import finished
-from ..runtime.processes import WorkerProcesses
 from ..types import REWARD, Example, Scores, Warn
 from ..userfiles import load_file, name_of
 

@@ -21,7 +21,7 @@ import torch
 
 from ..advantages import neutral
 from ..errors import ConfigError, RunFailed
-from ..runtime.pool import Pool
+from ..runtime.calls import Pool
 from ..task import Task, TokenBatch
 from ..text.tokenizer import Tokenizer
 from ..types import EXACT, REWARD, Completion, Completions, Example, RewardTable, Scores, Warn

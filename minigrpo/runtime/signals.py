@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ..types import Warn
+from .calls import STOP_SIGNALS
 from .distributed import DistContext
-from .processes import STOP_SIGNALS
 
 REASONS = ("", *STOP_SIGNALS)
 SAME_REQUEST = 1.0  # seconds within which the terminal and the launcher may send one request

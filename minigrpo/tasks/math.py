@@ -20,7 +20,7 @@ from importlib.util import find_spec
 
 from ..errors import RunFailed
 from ..rng import stream
-from ..runtime.processes import WorkerProcesses
+from ..runtime.calls import WorkerProcesses
 from ..types import ConfigError, Example
 from .base import Files, Generated, Rows, SourceTask, is_held_out
 from .rows import QUESTIONS, Record, Row, text_field

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from ..config import Config
-from ..runtime.pool import Pool
+from ..runtime.calls import Pool
 from ..text.chat import Message
 from ..text.encoding import template_args
 from ..text.tokenizer import Tokenizer

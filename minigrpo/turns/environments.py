@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import RunFailed, refusing
 from ..rewards.functions import as_numbers
 from ..rng import stream
-from ..runtime.pool import called, finished
+from ..runtime.calls import called, finished
 from ..task import Task
 from ..tasks.base import WrappedTask
 from ..text.chat import Message, extended

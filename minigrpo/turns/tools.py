@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from ..errors import ConfigError, error_text, refusing
-from ..runtime.pool import finished
+from ..runtime.calls import finished
 from ..text.chat import Message
 
 # an argument in a docstring of Google's style, with its further lines
