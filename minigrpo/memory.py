@@ -19,7 +19,7 @@ from .model.context import TextRows
 from .model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from .model.lora import add_adapters
 from .model.mixers import MIXERS
-from .model.roles import LARGE, roles
+from .model.weights import LARGE, roles
 from .model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvShape
 from .model.source import ModelSource
 from .model.transformer import ModelShape, Transformer

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import Config
-from .model.roles import DECAYING, roles
+from .model.weights import DECAYING, roles
 from .settings import SpeedConfig
 from .types import ConfigError
 

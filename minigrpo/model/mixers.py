@@ -16,9 +16,9 @@ from .context import Context
 from .delta import Needs, gated_delta, unit
 from .linear import Linear, times
 from .logprobs import at_least_fp32
-from .roles import Role
 from .rotary import Rotations
 from .shape import AttentionShape, GatedDeltaShape, ModelShape, ShortConvShape
+from .weights import Role
 
 gelu = partial(F.gelu, approximate="tanh")
 

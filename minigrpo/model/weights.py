@@ -1,4 +1,4 @@
-"""A model's weights: random initialisation, storage, and files."""
+"""A model's weights: what each is, random initialisation, storage, and files."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import nn
@@ -16,9 +16,19 @@ from ..hub import CONFIG
 from . import hf
 from .config_json import write_config
 from .linear import to_nf4
-from .roles import LARGE, roles
 from .shape import ModelShape
 
+Role = Literal[
+    "matrix",  # of a linear layer or an adapter
+    "embedding",  # a vector per token or position
+    "kernel",  # of a convolution
+    "decay",  # how fast a state decays
+    "scale",  # of a norm
+    "bias",
+]
+# what a regulariser draws to 0, and what may be stored in 16 bits
+DECAYING: tuple[Role, ...] = ("matrix", "embedding", "kernel")
+LARGE: tuple[Role, ...] = ("matrix", "embedding")
 # layers whose outputs are added to the residual stream; they start smaller
 INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
@@ -122,3 +132,26 @@ class Weights(nn.Module):
         self.save_pretrained(folder / hf.WEIGHTS, hf.FOR_TRANSFORMERS)
         config = json.dumps(write_config(self.shape), indent=1)
         (folder / CONFIG).write_text(f"{config}\n")
+
+
+def role_of(module: nn.Module, name: str) -> Role:
+    """The role of a module's own parameter."""
+    if name == "bias":
+        return "bias"
+    if isinstance(module, nn.Linear):
+        return "matrix"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return "scale"
+    role: Role = module.role  # type: ignore[assignment]
+    return role
+
+
+def roles(model: nn.Module) -> dict[str, Role]:
+    """The role of each parameter, by its name."""
+    found: dict[str, Role] = {}
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            found[f"{path}.{name}".lstrip(".")] = role_of(module, name)
+    return found
