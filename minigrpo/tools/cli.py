@@ -119,6 +119,6 @@ def _function(name: str) -> Callable[[list[str], str], None]:
     """The function of a command. An installation has a checkout's benchmarks/ under a long name."""
     if name == "benchmark":
         return import_module("minigrpo_benchmarks.cli").main
-    place = "models" if name in ("evaluate", "sample", "export") else name
+    place = "models" if name in ("train", "evaluate", "sample", "export") else name
     module = import_module(f"{__package__}.{place}")
     return getattr(module, f"{name}_command")

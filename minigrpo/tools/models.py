@@ -1,4 +1,4 @@
-"""The commands on a model: `minigrpo evaluate`, `sample` and `export`."""
+"""The commands on a model: `minigrpo train`, `evaluate`, `sample` and `export`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import tyro
 from pydantic import NonNegativeInt, PositiveInt
 
 from ..build import FrozenModels, Job, make_sampler, make_scorer, make_tokenizer, resolve
-from ..config import Config, read_flags, read_toml
+from ..config import Config, read_flags, read_toml, settle
 from ..evaluate import complete_prompt, measure
 from ..given import Given
 from ..metrics import SAMPLED
@@ -18,15 +18,27 @@ from ..rewards.scorer import RewardScorer
 from ..run.console import Console
 from ..run.logging import to_json
 from ..runtime.device import pick_device, set_up_process
+from ..runtime.distributed import DistContext
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
 from ..text.tokenizer import Tokenizer
+from ..trainer import Trainer
 from ..types import Warn
 from .cli import printable
 
 
+def train_command(argv: Sequence[str], prog: str) -> None:
+    config, why = settle(read_flags(argv, prog))
+    dist = DistContext.from_env()
+    trainer = Trainer(config, dist=dist)
+    if why:
+        trainer.console.say(why)
+    trainer.fit()
+    dist.close()
+
+
 class ModelArguments(Group):
-    """The arguments of all commands on a model."""
+    """The arguments of all commands on a model that there is."""
 
     run: Annotated[Paths, tyro.conf.Positional]
     """The first word: a run's folder, a model's folder or file, ORG/NAME on the Hub, or shipped."""
