@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from .build import FrozenModels, Job, make_sampler, make_scorer, resolve
-from .checks import check_examples, digests
+from .build import FrozenModels, Job, check_examples, digests, make_sampler, make_scorer, resolve
 from .config import Config
 from .errors import ConfigError, RunFailed
 from .evaluate import measure

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import minigrpo
-from minigrpo.build import Job, make_tokenizer, resolve
-from minigrpo.checks import check_examples
+from minigrpo.build import Job, check_examples, make_tokenizer, resolve
 from minigrpo.config import Config
 from minigrpo.errors import RunFailed
 from minigrpo.given import Given

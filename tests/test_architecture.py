@@ -43,7 +43,6 @@ FLOORS = (
     "given learner sampling",
     "evaluate",
     "build rollout",
-    "checks",
     "trainer",
     "tools",
     "api",

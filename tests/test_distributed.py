@@ -19,8 +19,8 @@ from torch import nn
 import minigrpo
 from minigrpo import Config, Trainer, evaluate, userfiles
 from minigrpo.build import Job
+from minigrpo.build import digests as digests_of
 from minigrpo.checkpoint import newest
-from minigrpo.checks import digests as digests_of
 from minigrpo.errors import RunFailed
 from minigrpo.given import Given
 from minigrpo.identity import record_checksum
