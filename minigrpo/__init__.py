@@ -24,7 +24,7 @@ else:
         "Config": "config",
         "Trainer": "trainer",
         "Transformer": "model.transformer",
-        "reward": "rewards",
+        "reward": "rewards.functions",
         "Task": "task",
         "Example": "types",
         "train": "api",

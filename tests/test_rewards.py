@@ -348,7 +348,8 @@ def test_a_call_that_hangs_is_given_up(workers: int) -> None:
 def test_a_process_whose_reward_hangs_exits() -> None:
     program = """
 import time
-from minigrpo.rewards import RewardScorer, reward
+from minigrpo.rewards.functions import reward
+from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.task import Task
 from minigrpo.types import Completion, Example
 
@@ -443,7 +444,7 @@ SCORES_IN_FLIGHT = """
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import rewards
-from minigrpo.rewards import RewardScorer
+from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.runtime import hangs
 from minigrpo.task import Task
 from minigrpo.types import Completion, Example
