@@ -16,7 +16,7 @@ import tyro
 from pydantic import BaseModel
 
 from minigrpo.metrics import SAMPLED
-from minigrpo.run.reading import EVAL, Run, read_run
+from minigrpo.run.logging import EVAL, Run, read_run
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.report import plot_curve
 

@@ -39,7 +39,7 @@ import torch
 from rich.console import Console
 
 from minigrpo.config import Config
-from minigrpo.run.reading import Run
+from minigrpo.run.logging import Run
 from minigrpo.runtime.device import pick_device
 from minigrpo.tools.report import plot_curve
 

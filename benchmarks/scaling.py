@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from minigrpo.run.reading import LoggedNumbers, read_run
+from minigrpo.run.logging import LoggedNumbers, read_run
 
 from .measure import Column, Median, Outputs, device_name, show
 

@@ -19,10 +19,10 @@ from .model.context import TextRows
 from .model.logprobs import MAX_LOGITS, SMALLEST_CHUNK
 from .model.lora import add_adapters
 from .model.mixers import MIXERS
-from .model.weights import LARGE, roles
 from .model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvShape
 from .model.source import ModelSource
 from .model.transformer import ModelShape, Transformer
+from .model.weights import LARGE, roles
 from .settings import INITIAL, SELF
 from .task import Task
 from .text.encoding import encode_prompt

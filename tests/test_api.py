@@ -25,8 +25,7 @@ from minigrpo.model import lora
 from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import ModelShape
 from minigrpo.run.console import Console
-from minigrpo.run.logging import read_jsonl
-from minigrpo.run.reading import read_run
+from minigrpo.run.logging import read_jsonl, read_run
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.tools.cli import main

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.run.reading import Run, read_run
+from minigrpo.run.logging import Run, read_run
 from minigrpo.statistics import Difference, mcnemar
 from minigrpo.tools.compare import differences, runs_by_setting
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minigrpo.config import Config
-from minigrpo.run.reading import Run
+from minigrpo.run.logging import Run
 from minigrpo.tools.doctor import FEWEST_STEPS, HEADLINES, RULES, diagnose
 
 STEPS = 100

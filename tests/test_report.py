@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minigrpo.config import Config
-from minigrpo.run.reading import differing, read_run
+from minigrpo.run.logging import differing, read_run
 from minigrpo.statistics import wilson
 from minigrpo.tools import cli
 from minigrpo.tools.report import MAX_SAMPLES, figures_of, plot_curve

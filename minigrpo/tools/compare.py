@@ -15,8 +15,7 @@ import tyro
 
 from ..metrics import SAMPLED
 from ..run.console import Console
-from ..run.logging import HELD_OUT, read_jsonl
-from ..run.reading import OVERVIEW_COLUMNS, Run, differing, read_run
+from ..run.logging import HELD_OUT, OVERVIEW_COLUMNS, Run, differing, read_jsonl, read_run
 from ..statistics import Difference, difference
 from .doctor import RunArguments
 

@@ -10,7 +10,7 @@ import tyro
 from pydantic import Field
 
 from ..run.console import Console
-from ..run.reading import Run, read_run
+from ..run.logging import Run, read_run
 from ..settings import Group, OnePath
 
 FEWEST_STEPS = 20  # a shorter run is not judged by its trends

@@ -17,8 +17,7 @@ from jinja2 import Template
 from ..config import Config
 from ..errors import refusing
 from ..run.console import Console
-from ..run.logging import SAMPLES, read_jsonl
-from ..run.reading import EVAL, OVERVIEW_COLUMNS, Run, differing, read_run
+from ..run.logging import EVAL, OVERVIEW_COLUMNS, SAMPLES, Run, differing, read_jsonl, read_run
 from ..settings import OnePath
 from .doctor import RunArguments, diagnose
 
