@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from minigrpo.sandbox import client, run_tests
+from minigrpo.sandbox import client
+from minigrpo.sandbox.client import run_tests
 from minigrpo.sandbox.worker import frame, receive
 
 from .tiny import ROOT, descendants, wait_until

@@ -1,1 +1,0 @@
-"""The folder of a run: what is written into it, what is read from it, and what people see."""

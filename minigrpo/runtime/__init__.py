@@ -1,1 +1,0 @@
-"""What every run stands on: device, processes, threads, signals, and calls that hang."""

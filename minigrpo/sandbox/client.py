@@ -1,4 +1,7 @@
-"""The trainer's side of the sandbox: it keeps idle workers, and asks the programs in them."""
+"""Runs code that a model wrote, in idle workers of the sandbox, and says which tests it passes.
+
+docs/tasks.md says how a test is judged, what the sandbox protects, and where its limits are.
+"""
 
 import ast
 import io

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..rng import stream
-from ..sandbox import run_tests as run_tests
+from ..sandbox.client import run_tests as run_tests
 from ..types import Example
 from .base import Generated, is_held_out
 

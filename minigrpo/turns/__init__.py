@@ -1,1 +1,0 @@
-"""Completions of several turns: tools, environments, and the dialogues that they make."""
