@@ -218,20 +218,34 @@ def check_examples(job: Job, context: int, console: Console) -> None:
     config, task, tokenizer = job.config, job.task, job.tokenizer
     if config.task.eval_data and not config.task.data:
         raise ConfigError("--eval-data needs --data, the files to train on")
-    examples = list[Example]()
-    for number in range(task.num_known):
-        example = task.known(number)
-        if example.prompt or example.messages:  # else its environment asks
-            _check_fit(config, tokenizer, context, example)
-        examples.append(example)
+
+    # 1. Whether they fit. Known examples without a prompt get it from their environment.
+    known = [*map(task.known, range(task.num_known))]
     made = [*map(task.train, range(CHECKED)), *held_out_examples(task, CHECKED)]
-    for example in made:
-        _check_fit(config, tokenizer, context, example)
-    _warn_of_examples(tokenizer, config.model.chat_args, [*examples, *made], console.warn)
+    asked = [example for example in known if example.prompt or example.messages]
+    for example in [*asked, *made]:
+        _check_fit(job, context, example)
+
+    # 2. What is plausible in examples, but has no effect or another one.
+    examples = [*known, *made]
+    for example in examples:
+        if messages_of(tokenizer, example):  # there it is an error
+            continue
+        spelled = [token for token in tokenizer.special if token in example.prompt]
+        if spelled:
+            advice = "Give messages: the chat template writes its tokens"
+            console.warn(f"{example.label}: {spelled[0]} in the prompt stays text. {advice}")
+            break
+    given = config.model.chat_args.keys() | {name for x in examples for name in template_args(x)}
+    if tokenizer.chat and (unread := given - tokenizer.chat.variables):
+        names = ", ".join(sorted(unread))
+        arguments = "--chat-args, chat_template_kwargs"
+        console.warn(f"{tokenizer.chat.name} never reads {names} of {arguments}")
 
 
-def _check_fit(config: Config, tokenizer: Tokenizer, context: int, example: Example) -> None:
+def _check_fit(job: Job, context: int, example: Example) -> None:
     """Raise ConfigError for an example that does not fit the model, or the teacher."""
+    config, tokenizer = job.config, job.tokenizer
     room = context - config.sampling.max_new_tokens
     if field := config.loss.teacher_context:
         check_prompt(tokenizer, with_context(tokenizer, example, field), room)
@@ -240,24 +254,6 @@ def _check_fit(config: Config, tokenizer: Tokenizer, context: int, example: Exam
             raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
         room = min(room, context - len(encode_answer(tokenizer, example)))
     check_prompt(tokenizer, example, room)
-
-
-def _warn_of_examples(
-    tokenizer: Tokenizer, chat_args: Mapping[str, Any], examples: Sequence[Example], warn: Warn
-) -> None:
-    """Warn of what is plausible in examples, but has no effect or another one."""
-    for example in examples:
-        if messages_of(tokenizer, example):  # there it is an error
-            continue
-        spelled = [token for token in tokenizer.special if token in example.prompt]
-        if spelled:
-            advice = "Give messages: the chat template writes its tokens"
-            warn(f"{example.label}: {spelled[0]} in the prompt stays text. {advice}")
-            break
-    given = chat_args.keys() | {name for x in examples for name in template_args(x)}
-    if tokenizer.chat and (unread := given - tokenizer.chat.variables):
-        names = ", ".join(sorted(unread))
-        warn(f"{tokenizer.chat.name} never reads {names} of --chat-args, chat_template_kwargs")
 
 
 def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dict[str, str]:

@@ -93,7 +93,7 @@ class RunLog:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation. Its samples come first, because a resume takes it as done."""
         self.write(EVALUATIONS, step, [values])
-        curves = {f"eval/{name}": value for name, value in values.items()}
+        curves = {EVAL + name: value for name, value in values.items()}
         self._each_chart(lambda chart: chart.log(curves, step=step))
 
     def write(
