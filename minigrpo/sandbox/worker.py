@@ -35,13 +35,8 @@ READS = os.O_RDONLY | os.O_CLOEXEC  # the flags of `open` for reading
 # Modules whose audit events are refused: processes and signals, C code, the network, files apart
 # from opening and listing them, and the objects of this process.
 REFUSED = "ctypes fcntl gc os pty resource signal socket sqlite3 subprocess"
-# modules that solutions import, loaded once for all of them
-WARM = (
-    "array bisect calendar cmath collections copy datetime decimal fractions functools hashlib"
-    " heapq itertools operator re statistics string textwrap typing"
-)
 # Modules with C libraries in folders that a program may be unable to read. They are loaded before.
-LINKED = "_bz2 _crypt _curses _lzma _sqlite3 _ssl _uuid _zstd pyexpat readline zlib"
+LINKED = "_bz2 _crypt _curses _decimal _lzma _sqlite3 _ssl _uuid _zstd pyexpat readline zlib"
 # system calls that a program may make: to compute, import, wait, use threads, and answer
 CALLS = (
     "access alarm brk clock_getres clock_gettime clock_nanosleep close dup dup2 dup3 epoll_create1"
@@ -216,7 +211,7 @@ def main(control: socket.socket) -> None:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     # if memory runs out, the kernel ends this process rather than the trainer
     Path("/proc/self/oom_score_adj").write_text("1000")
-    for name in f"{WARM} {LINKED}".split():
+    for name in LINKED.split():
         with suppress(ImportError):  # this Python was built without it
             __import__(name)
     compile("", "<nothing>", "exec")  # the first call makes all types of syntax trees
