@@ -245,7 +245,7 @@ def main(control: socket.socket) -> None:
         ours.close()
         done = b""
         with suppress(OSError), theirs:  # the trainer may have ended
-            socket.send_fds(control, [frame(unheld)], [theirs.fileno()])
+            socket.send_fds(control, [json.dumps(unheld).encode()], [theirs.fileno()])
             done = control.recv(1)  # the trainer has its answers
         os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # its group may not exist yet
