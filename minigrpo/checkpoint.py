@@ -34,12 +34,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     aside = path.with_name(f".partial_{path.name}")
     try:
         write(aside)
-        flush(aside)
+        if aside.is_file():  # a folder's files are flushed by `write`
+            flush(aside)
         os.replace(aside, path)
     except BaseException:
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise
-    flush(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -47,16 +47,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk if it can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        if not path.is_dir():  # some file systems cannot flush a folder
-            raise
+    """Have the system write a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def step_of(path: Path) -> int:

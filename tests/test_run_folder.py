@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -424,25 +423,23 @@ def test_what_is_not_finite_is_never_saved(tmp_path: Path, bad: Any) -> None:
 
 def test_contents_are_flushed_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut may keep a rename and lose what was written before it."""
-    flushed, unflushed, replace = set(), set(), os.replace
+    flushed, replace = set(), os.replace
 
     def fsync(descriptor: int) -> None:
         found = os.fstat(descriptor)
         flushed.add((found.st_ino, found.st_size, found.st_mtime_ns))
-        unflushed.discard(found.st_ino)
 
     def checked(source: Path, target: Path) -> None:
-        for path in (source, *source.rglob("*")):
-            found = path.stat()
-            assert (found.st_ino, found.st_size, found.st_mtime_ns) in flushed, path
+        for file in [source] if source.is_file() else source.rglob("*"):
+            found = file.stat()
+            assert (found.st_ino, found.st_size, found.st_mtime_ns) in flushed, file
         replace(source, target)
-        unflushed.add(target.parent.stat().st_ino)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", checked)
     save_checkpoint(tmp_path, {"step": 1})
     write_text(tmp_path / "config.toml", "a = 1")
-    assert len(flushed) >= 4 and not unflushed
+    assert len(flushed) == 3
 
 
 def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path: Path) -> None:
@@ -459,20 +456,6 @@ def test_without_room_the_older_of_two_is_given_up_and_the_last_is_not(tmp_path:
     ):
         save_checkpoint(folder, {"step": 4}, keep_last=9)
     assert newest(tmp_path, lambda text: None).name == "step_000002"
-
-
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.EACCES])
-def test_a_folder_that_cannot_be_flushed_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
-    def fsync(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    run = Run(tmp_path / "run").start().train().save()
-    assert whole(tmp_path / "run") == [0, 1]
-    assert not run.said
 
 
 # --- starting and resuming ------------------------------------------------------------------------
