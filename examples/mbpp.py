@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import dedent
 
 from minigrpo.tasks.base import Files, Rows
-from minigrpo.tasks.code import Code, run_tests
+from minigrpo.tasks.code import run_tests
 from minigrpo.tasks.rows import Record, Row, text_field
 from minigrpo.types import Example
 
@@ -29,10 +29,13 @@ PYTHON_LANGUAGES = ("", "python", "python3", "py")
 
 
 class MBPP(Rows):
-    """The rewards of --task code. The published test split is held out."""
+    """The published test split is held out."""
 
-    reward_weights = Code.reward_weights
-    success = Code.success
+    reward_weights: Mapping[str, float] = {
+        "passed": 1.0,  # 1 if all tests of the list pass, else 0
+        "tests": 0.5,  # the fraction of them that pass
+    }
+    success = "passed"
 
     def __init__(self, seed: int, data: Files, eval_data: Files = (), timeout: float = 3.0) -> None:
         """`timeout` is in seconds of CPU time, for a completion and its tests."""

@@ -1,4 +1,4 @@
-"""The code task: MBPP's lines, what a completion's code is, the parts, one-line functions."""
+"""The code tasks: MBPP's lines, what a completion's code is, the parts, one-line functions."""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from examples.mbpp import code_of
+from examples.one_liners import HIDDEN, SHOWN, OneLiners
 from minigrpo.rewards.scorer import RewardScorer
 from minigrpo.tasks.base import WrappedTask
-from minigrpo.tasks.code import HIDDEN, SHOWN, Code
 from minigrpo.tasks.loading import load_task
 from minigrpo.types import Example
 
@@ -116,7 +116,7 @@ def test_a_setup_and_imports_run_before_the_tests(tmp_path: Path) -> None:
 
 
 def test_a_function_that_fits_the_examples_passes_and_a_table_of_them_does_not() -> None:
-    task = Code(0)
+    task = OneLiners(0)
     example = task.train(0)
     shown = dict(text[2:].split(")=") for text in example.prompt.split("\n")[0].split())
     right = example.fields["code"]

@@ -27,7 +27,7 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
     first = tmp_path / "a.toml"
     first.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
     later = tmp_path / "b.toml"
-    later.write_text('[task]\nname = "code"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
+    later.write_text('[task]\nname = "math"\n[sampling]\ngroup_size = 5\nprompts_per_step = 6\n')
     files = ["--config", str(first), "--config", str(later)]
     config = Config.from_cli(["--use-amp", *files, "--group-size", "7", "--no-parallel-rewards"])
     assert config.speed.use_amp
@@ -36,16 +36,16 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
     assert Config.from_cli(files).sampling.group_size == 5  # the later file
     assert config.sampling.prompts_per_step == 6  # the files
     assert config.run.max_steps == 9
-    assert config.sampling.max_new_tokens == TASKS["code"].small["max_new_tokens"]  # the task
+    assert config.sampling.max_new_tokens == TASKS["math"].small["max_new_tokens"]  # the task
     assert config.sampling.temperature == 1.0  # the default
 
 
 def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     model = str(tiny.tiny_chat_model(tmp_path / "model", context=160))
-    config = Config.of(model=model, task="code", data="x.jsonl")
+    config = Config.of(model=model, task="math", data="x.jsonl")
     assert config.sampling.max_new_tokens == 80
     assert config.optimizer.learning_rate == 6e-4  # too small a model for another
-    words = ["--model", model, "--task=code", "--data", "x.jsonl"]
+    words = ["--model", model, "--task=math", "--data", "x.jsonl"]
     assert Config.from_cli(words) == config == Config.of(**config.flat())
     run = tmp_path / "run"
     run.mkdir()

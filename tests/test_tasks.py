@@ -20,7 +20,8 @@ from minigrpo.types import ConfigError, Example
 from .tiny import ROOT, SUMS, ask, golden, refused
 
 REVERSE = str(ROOT / "examples" / "reverse.py")
-EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in ("calibration", "rlt")}
+FILES = ("calibration", "one_liners", "rlt")
+EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in FILES}
 GENERATED = TASKS.keys() - {"chess-env", "prompts", "gym"}
 
 
@@ -54,8 +55,8 @@ def test_examples_are_those_that_the_shipped_models_were_trained_on() -> None:
     assert len(answers_of) == 11
     for key, expected in answers_of.items():
         name, seed, _ = key.split("/")
-        source = {"countdown": "examples/countdown_sft.py", **EXAMPLES}.get(name, name)
-        task = load_task(source, seed=int(seed))
+        name = {"countdown": "countdown_sft", "code": "one_liners"}.get(name, name)
+        task = load_task(name if name in TASKS else f"examples/{name}.py", seed=int(seed))
         examples = [task.train(0), task.train(7), task.held_out(3)]
         made = [
             [x.prompt, x.fields.get("true_answer", x.answer), x.kind, x.index] for x in examples
