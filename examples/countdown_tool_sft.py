@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from countdown_sft import random_attempt
 from countdown_tool import CountdownTool
 
 from minigrpo.rng import stream
-from minigrpo.tasks.countdown import random_attempt
 from minigrpo.types import Example
 
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "%s"}}\n</tool_call>'

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from examples.countdown_sft import random_search
+from examples.countdown_sft import random_attempt, random_search
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out_examples
 from minigrpo.rng import stream
@@ -21,7 +21,6 @@ from minigrpo.tasks.countdown import (
     evaluate,
     given_answer,
     parse_problem,
-    random_attempt,
     result,
     solves,
 )

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from operator import add, index, mul, sub, truediv
-from typing import NamedTuple
 
 from numpy.random import Generator
 
@@ -29,7 +28,7 @@ from .prompts import tagged_answer
 from .rows import Record, Row
 
 SMALLEST = 6  # least limit of the numbers in a level; below it hardly any problem is held out
-LARGEST = 100  # largest value in a random attempt
+LARGEST = 100  # largest result of a random operation
 
 BINARY = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 SIGNS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
@@ -90,30 +89,24 @@ def evaluate(text: str) -> Fraction:
     return value(ast.parse(" ".join(text.split()), mode="eval").body)
 
 
-class Attempt(NamedTuple):
-    """Numbers that were combined until one was left."""
-
-    value: int
-    steps: str  # such as 4+3=7,7*5=35
-    expression: str  # the same in one expression, (4+3)*5
-
-
-def random_attempt(rng: Generator, numbers: Sequence[int]) -> Attempt:
-    """Combine two random numbers, the larger one first, by a random operator until one is left."""
-    pool = [(number, str(number)) for number in numbers]  # values with their expressions
-    steps = []
+def random_target(rng: Generator, numbers: Sequence[int]) -> int:
+    """Combine two random numbers by a random operator until one is left."""
+    pool = [*numbers]
     while len(pool) > 1:
         pair = [pool.pop(rng.integers(len(pool))) for _ in range(2)]
-        (b, right), (a, left) = sorted(pair)
-        results = {"+": a + b, "-": a - b, "*": a * b}
-        if b and a % b == 0:
-            results["/"] = a // b
-        allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
-        sign = allowed[rng.integers(len(allowed))]
-        steps.append(f"{a}{sign}{b}={results[sign]}")
-        pool.append((results[sign], f"({left}{sign}{right})"))
-    value, expression = pool[0]
-    return Attempt(value, ",".join(steps), expression[1:-1])
+        _, value = random_operation(rng, max(pair), min(pair))
+        pool.append(value)
+    return pool[0]
+
+
+def random_operation(rng: Generator, a: int, b: int) -> tuple[str, int]:
+    """A random operator for two numbers, the larger one first, and its result."""
+    results = {"+": a + b, "-": a - b, "*": a * b}
+    if b and a % b == 0:
+        results["/"] = a // b
+    allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
+    sign = allowed[rng.integers(len(allowed))]
+    return sign, results[sign]
 
 
 SPELLED = (
@@ -177,7 +170,7 @@ class Countdown(SourceTask):
         while True:
             size, largest = rng.choice(self.levels)
             numbers = rng.integers(1, largest + 1, size).tolist()
-            target = random_attempt(rng, numbers).value  # so it can be reached
+            target = random_target(rng, numbers)  # so it can be reached
             problem = f"{sorted(numbers)} {target}"  # the order of the numbers does not count
             if is_held_out(problem, one_in=4) == (split == "held-out"):
                 break
