@@ -8,36 +8,12 @@ The control of GRPO in docs/results.md continues with such data:
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-
-from minigrpo.tasks.countdown import Countdown, random_operation
+from countdown import Problems, random_attempt
 
 STOP_PROBABILITY = 1 / 3  # probability that a search ends after an attempt that does not hit
 MAX_ATTEMPTS = 8
-
-
-class Attempt(NamedTuple):
-    """Numbers that were combined until one was left."""
-
-    value: int
-    steps: str  # such as 4+3=7,7*5=35
-    expression: str  # the same in one expression, (4+3)*5
-
-
-def random_attempt(rng: np.random.Generator, numbers: Sequence[int]) -> Attempt:
-    """Combine two random numbers, the larger one first, by a random operator until one is left."""
-    pool = [(number, str(number)) for number in numbers]  # values with their expressions
-    steps = []
-    while len(pool) > 1:
-        pair = [pool.pop(rng.integers(len(pool))) for _ in range(2)]
-        (b, right), (a, left) = sorted(pair)
-        sign, value = random_operation(rng, a, b)
-        steps.append(f"{a}{sign}{b}={value}")
-        pool.append((value, f"({left}{sign}{right})"))
-    value, expression = pool[0]
-    return Attempt(value, ",".join(steps), expression[1:-1])
 
 
 def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
@@ -60,7 +36,7 @@ def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int)
             return text[:-1]
 
 
-class RandomSearches(Countdown):
+class RandomSearches(Problems):
     """Problems whose answer is a random search."""
 
     def answer(self, rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:

@@ -1,6 +1,8 @@
 """Countdown in turns, with a calculator: `minigrpo train --config countdown-tool`."""
 
-from minigrpo.tasks.countdown import Countdown, evaluate
+from countdown import Problems
+
+from minigrpo.tasks.countdown import evaluate
 
 
 def calculate(expression: str) -> str:
@@ -15,7 +17,7 @@ def calculate(expression: str) -> str:
         return "error"
 
 
-class CountdownTool(Countdown):
+class CountdownTool(Problems):
     """Problems in which the model may call the calculator before it answers in its last turn."""
 
     tools = (calculate,)

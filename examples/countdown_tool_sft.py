@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from countdown_sft import random_attempt
+from countdown import random_attempt
 from countdown_tool import CountdownTool
 
 from minigrpo.rng import stream

@@ -207,14 +207,12 @@ def test_a_resume_takes_another_flag_of_the_optimizer(tmp_path: Path) -> None:
 
 
 def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"nums": [3, 4], "target": 7}\n' * 3)
-    (tmp_path / "rows2.jsonl").write_text('{"nums": [3, 5], "target": 8}\n')
     changes = {
         **SFT,
         "data": str(tmp_path / "rows.jsonl"),
         "eval_data": str(tmp_path / "rows2.jsonl"),
     }
-    refused(make, tmp_path / "run", task="countdown", task_args="form=search", **changes)
+    refused(make, tmp_path / "run", task="examples/countdown.py", **SFT)
     # one row lacks what the others have
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": "7"}\n{"prompt": "3+5"}\n')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "3+6", "answer": "9"}\n')
