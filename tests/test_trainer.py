@@ -212,7 +212,7 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
         "data": str(tmp_path / "rows.jsonl"),
         "eval_data": str(tmp_path / "rows2.jsonl"),
     }
-    refused(make, tmp_path / "run", task="examples/countdown.py", **SFT)
+    refused(make, tmp_path / "run", task="examples/countdown.py", reward_weights={}, **SFT)
     # one row lacks what the others have
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4", "answer": "7"}\n{"prompt": "3+5"}\n')
     (tmp_path / "rows2.jsonl").write_text('{"prompt": "3+6", "answer": "9"}\n')
