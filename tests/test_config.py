@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minigrpo.config import TRL_WORDS, Config, places, settings_for
 from minigrpo.model.shape import Size
 from minigrpo.model.source import ModelSource
-from minigrpo.settings import TASKS, read_pairs
+from minigrpo.settings import read_pairs
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.models import ModelArguments
 from minigrpo.types import ConfigError
@@ -23,7 +23,7 @@ from . import tiny
 from .tiny import ROOT, refused
 
 
-def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Path) -> None:
+def test_flags_count_above_files_above_the_defaults(tmp_path: Path) -> None:
     first = tmp_path / "a.toml"
     first.write_text("group_size = 3\nmax_steps = 9\n")  # tables may be left out
     later = tmp_path / "b.toml"
@@ -36,7 +36,6 @@ def test_flags_count_above_files_above_the_task_above_the_defaults(tmp_path: Pat
     assert Config.from_cli(files).sampling.group_size == 5  # the later file
     assert config.sampling.prompts_per_step == 6  # the files
     assert config.run.max_steps == 9
-    assert config.sampling.max_new_tokens == TASKS["math"].small["max_new_tokens"]  # the task
     assert config.sampling.temperature == 1.0  # the default
 
 

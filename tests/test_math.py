@@ -1,4 +1,4 @@
-"""The math task: answers found and compared, files as published, sums, and math-verify."""
+"""The math task: answers found and compared, files as published, and math-verify."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def no_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_right(truth: str, text: str) -> bool:
-    return Math(0).score(Example("?", truth), text)["correct"] == 1
+    return Math(0, [numbered(60)]).score(Example("?", truth), text)["correct"] == 1
 
 
 EQUAL = [
@@ -169,7 +169,7 @@ SCORES = {  # by line: texts with their values and forms
 @pytest.mark.parametrize("truth", SCORES, ids=["GSM8K", "MATH"])
 def test_an_answer_is_scored_by_value_and_form(truth: str) -> None:
     for text, (correct, form) in SCORES[truth].items():
-        scores = Math(0).score(Example("?", truth), text)
+        scores = Math(0, [numbered(60)]).score(Example("?", truth), text)
         assert scores == {"correct": correct, "format": form}, text
 
 
@@ -220,7 +220,7 @@ def test_the_library_runs_in_a_process_whose_time_and_memory_are_bounded(library
 
 @pytest.mark.usefixtures("library")
 def test_numbers_are_compared_without_the_library_and_formulas_with_it() -> None:
-    task = Math(0)
+    task = Math(0, [numbered(60)])
     task.verifier = MathVerify()
     assert task.score(Example("?", "#### 1"), "#### 1.0")["correct"] == 1
     assert task.score(Example("?", "\\boxed{1}"), "\\boxed{2}")["correct"] == 0

@@ -88,8 +88,8 @@ def test_what_belongs_to_the_weights() -> None:
     assert offloaded["AdamW's moments"] == 0
     assert not offloaded["reference"]
     assert not bytes_of(job(kl_coef=0.1, lora_rank=2))["reference"]
-    other = bytes_of(job(kl_coef=0.1, lora_rank=2, reference="shipped", task="math"))
-    size = ModelSource.of("shipped", "math").path.stat().st_size
+    other = bytes_of(job(kl_coef=0.1, lora_rank=2, reference="minigrpo/assets/math.safetensors"))
+    size = Path("minigrpo/assets/math.safetensors").stat().st_size
     assert other["reference"] == pytest.approx(size, rel=0.01)
 
 

@@ -128,8 +128,8 @@ def test_reinforcement_raises_the_reward_of_a_task_that_it_can_solve(tmp_path: P
     def gain(shuffle: bool) -> float:
         trainer = train(
             tmp_path / str(shuffle),
-            task="math",
-            model="shipped",
+            task="examples/sums.py",
+            model="minigrpo/assets/math.safetensors",
             max_steps=25,
             eval_size=128,
             prompts_per_step=16,

@@ -4,8 +4,7 @@ r"""The math task: word problems with a final answer that can be checked.
     MATH's lines    {"problem": ..., "solution": "... \boxed{72} ...", "type": ..., "level": ...}
 
 A prompt asks for the answer in the form that the data has: after the last `####`, or in the last
-`\boxed{}`. Without `--data` the questions are sums, `7+8+3+5=`, with completions such as
-`15,18,23####23`: the sum so far after each further number, then the answer.
+`\boxed{}`.
 
 Plain numbers are compared exactly, and other formulas by math-verify if it is installed (the extra
 `math`), else as text. math-verify may work for hours on 9^{9^{9}}, and Python cannot interrupt a
@@ -19,10 +18,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 
 from ..errors import RunFailed
-from ..rng import stream
 from ..runtime.calls import WorkerProcesses
 from ..types import ConfigError, Example
-from .base import Files, Generated, Rows, SourceTask, is_held_out
+from .base import Files, Rows
 from .rows import QUESTIONS, Record, Row, text_field
 
 LONGEST = 300  # characters of an answer that are read
@@ -36,7 +34,7 @@ REQUESTS = {
 }
 
 
-class Math(SourceTask):
+class Math(Rows):
     """Scores completions by their final answer."""
 
     reward_weights: Mapping[str, float] = {  # each 0 or 1
@@ -49,13 +47,9 @@ class Math(SourceTask):
         self, seed: int, data: Files = (), eval_data: Files = (), chat: bool = False
     ) -> None:
         """With `chat`, prompts are messages of a user, not text that a base model continues."""
-        self.seed = seed
         self.chat = chat
+        super().__init__(seed, data, eval_data, self._row)
         self.verifier: MathVerify | None = None
-        if not (data or eval_data):
-            super().__init__(Generated(self._sum, "sums of 3 to 6 numbers"))
-            return
-        super().__init__(Rows(seed, data, eval_data, self._row))
         if find_spec("math_verify"):
             self.verifier = MathVerify()
         else:
@@ -89,16 +83,6 @@ class Math(SourceTask):
             prompt = f"{question}\n\n{request}"
         kind = text_field(record, ("type", "subject"), "")
         return Row(question, Example(prompt, solution, kind=kind, fields=record))
-
-    def _sum(self, number: int, split: str) -> Example:
-        rng = stream(self.seed, f"sums/{split}", number)
-        while True:
-            terms = rng.integers(1, 10, rng.integers(3, 7))
-            prompt = "+".join(map(str, terms)) + "="
-            if is_held_out(prompt) == (split == "held-out"):
-                break
-        sums = ",".join(map(str, terms.cumsum()[1:]))  # the sum so far after each further term
-        return Example(prompt, f"{sums}{HASHES}{terms.sum()}", number, f"{len(terms)} numbers")
 
 
 def solution_of(record: Record) -> str:
