@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from .errors import ConfigError, refusing
 from .model.shape import Size
-from .settings import SCRATCH, SHIPPED, TASKS, Settings, TaskRow, places
+from .settings import SCRATCH, SHIPPED, Settings, places
 
 # word of TRL (GRPOConfig, GRPOTrainer or the command line) -> the setting that replaces it
 WORDS = Path(__file__).with_name("trl_words.toml")
@@ -130,27 +130,24 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, str]:
-    """The config of `given`, and a line about the defaults of the task or the model, or "".
+    """The config of `given`, and a line about the defaults of the model, or "".
 
-    A published model brings defaults that fit its size. For any other model, the task brings them.
-    `size` is the size of a model object, or None to use the setting `model`. Raises ConfigError.
+    A published model brings defaults that fit its size. `size` is the size of a model object, or
+    None to use the setting `model`. Raises ConfigError.
     """
     recorded = {name for name, value in Config().flat().items() if value is not None}
     if given.keys() >= recorded:  # the settings of a run, whose model may be gone
         return Config.from_flat(given), ""
-    task = given.get("task", "auto")
     model = os.path.expanduser(str(given.get("model", SHIPPED)))
     if size is None and model not in (SHIPPED, SCRATCH):
         from .model.source import ModelSource  # imports torch, for which --help need not wait
 
-        size = ModelSource.of(model, task).size
+        size = ModelSource.of(model, given.get("task", "auto")).size
     if size is None:
-        defaults = TASKS.get(task, TaskRow("")).small
-        whose = f"--task {task}"
-    else:
-        defaults = settings_for(size, given)
-        with_lora = " with LoRA" if given.get("lora_rank") else ""
-        whose = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
+        return Config.from_flat(given), ""
+    defaults = settings_for(size, given)
+    with_lora = " with LoRA" if given.get("lora_rank") else ""
+    whose = f"a model of {size.parameters / 1e6:,.1f} M parameters{with_lora}"
     brought = [f"{name} {value}" for name, value in defaults.items() if name not in given]
     why = f"defaults for {whose}: {', '.join(brought)}" if brought else ""
     return Config.from_flat({**defaults, **given}), why

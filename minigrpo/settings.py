@@ -7,7 +7,6 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,6 @@ class TaskRow(NamedTuple):
 
     path: str
     shipped: str = ""
-    small: Mapping[str, Any] = {}
 
 
 TABLE = Path(__file__).parent / "tasks" / "tasks.toml"
