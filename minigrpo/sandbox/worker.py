@@ -52,7 +52,8 @@ CALLS = (
 # number of the argument, mask, value).
 WRITES = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
 CLONE_THREAD = 0x10000
-INT, POINTER = 2**32 - 1, 2**64 - 1
+INT = 2**32 - 1
+POINTER = 2**64 - 1
 LIMITED_CALLS = (
     ("clone", 0, CLONE_THREAD, CLONE_THREAD),  # a thread, not a process
     ("fcntl", 1, INT - 7, 0),  # the first commands; a later one lets a descriptor send signals
@@ -64,10 +65,19 @@ LIMITED_CALLS = (
     ("sendto", 4, POINTER, 0),  # without an address, so to the trainer
 )
 # Landlock's system calls have the same numbers on all machines
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-ASK_VERSION, PATH_BENEATH, READ_FILE, READ_DIR = 1, 1, 1 << 2, 1 << 3
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-SCMP_ACT_ERRNO, SCMP_ACT_ALLOW, SCMP_CMP_MASKED_EQ = 0x50000, 0x7FFF0000, 7
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
+ASK_VERSION = 1
+PATH_BENEATH = 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+SCMP_ACT_ERRNO = 0x50000
+SCMP_ACT_ALLOW = 0x7FFF0000
+SCMP_CMP_MASKED_EQ = 7
 
 
 def encode(value: Any) -> object:
