@@ -177,7 +177,7 @@ class Work:
         settings |= {**flags.sizes(), "max_steps": 10**6, "out_dir": ""}
         config = resolve(Config.of(**settings))
         job = Job.of(config, Given())
-        source = ModelSource.of(config.model.name, config.task.name)
+        source = ModelSource.of(config.model.name)
         model = source.start(config, job.tokenizer, print, {}).to(device)
         return cls(job, model, forced=False, device=device)
 
@@ -231,7 +231,7 @@ class Step:
         warn = Strict().warn
         dist = DistContext()
         trained = copy.deepcopy(work.model) if model is None else model
-        source = ModelSource.of(config.model.name, config.task.name)
+        source = ModelSource.of(config.model.name)
         self.model = source.start(config, job.tokenizer, print, {}, trained)
         self.learner = Learner(config, self.model, loss, dist=dist, warn=warn)
         dialogues = None

@@ -24,9 +24,9 @@ from .rewards.scorer import RewardScorer
 from .run.console import Console
 from .runtime.device import autocast, product_dtype
 from .sampling.sampler import Sampler
-from .settings import INITIAL, LOSS_NAMES, SELF
+from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .task import Task
-from .tasks.loading import load_task
+from .tasks.loading import TASKS, load_task
 from .text.encoding import check_prompt, encode_answer, messages_of, template_args
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .turns.dialogues import Dialogues
@@ -49,11 +49,13 @@ def resolve(config: Config, given: Given | None = None, models: Sequence[str] = 
     settings = config.flat() | given.as_settings()
     if settings["task"] == "auto":
         settings |= _task_of(config, given)
+    if settings["model"] == SHIPPED and settings["task"] in {*TASKS} - {"chess-env"}:
+        raise ConfigError(f"--task {settings['task']} ships no model: give a --model")
     for name in models:
         if settings[name] not in ("", SELF, INITIAL):
-            settings[name] = ModelSource.of(settings[name], settings["task"]).pinned
+            settings[name] = ModelSource.of(settings[name]).pinned
     if settings["tokenizer"] == "auto":
-        source = ModelSource.of(settings["model"], settings["task"])
+        source = ModelSource.of(settings["model"])
         for name, value in source.tokenizer_settings.items():
             if name == "tokenizer" or not settings[name]:
                 settings[name] = value
@@ -152,7 +154,7 @@ class FrozenModels:
             model = model.sharing_weights() if shares_weights else copy.deepcopy(model)
             lora.freeze_adapters(model)
         elif name != SELF:
-            source = ModelSource.of(name, config.task.name)
+            source = ModelSource.of(name)
             own = source.load_tokenizer()
             if has_own_tokenizer:
                 tokenizer = own

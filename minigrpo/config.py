@@ -142,7 +142,7 @@ def settle(given: Mapping[str, Any], size: Size | None = None) -> tuple[Config, 
     if size is None and model not in (SHIPPED, SCRATCH):
         from .model.source import ModelSource  # imports torch, for which --help need not wait
 
-        size = ModelSource.of(model, given.get("task", "auto")).size
+        size = ModelSource.of(model).size
     if size is None:
         return Config.from_flat(given), ""
     defaults = settings_for(size, given)

@@ -176,7 +176,7 @@ def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
         return 0
     frozen = trained
     if name != INITIAL:
-        frozen = Transformer(ModelSource.of(name, config.task.name).shape, seed=None)
+        frozen = Transformer(ModelSource.of(name).shape, seed=None)
         frozen.store(config.model.base_dtype)
     return sum(x.nbytes for x in frozen.parameters())
 

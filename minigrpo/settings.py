@@ -6,11 +6,10 @@ The text under a field is its --help.
 import json
 import os
 import re
-import tomllib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from pydantic import (
@@ -26,18 +25,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-
-class TaskRow(NamedTuple):
-    """A row of tasks/tasks.toml, which describes a built-in task. `tasks/loading.py` makes it."""
-
-    path: str
-    shipped: str = ""
-
-
-TABLE = Path(__file__).parent / "tasks" / "tasks.toml"
-TASKS = {name: TaskRow(**row) for name, row in tomllib.loads(TABLE.read_text("utf-8")).items()}
 FROM_PYTHON = "python:"  # begins a setting that stands for an object of the caller's
-# models that have no files: the shipped one of the task, and random weights
+# models that have no folder: the shipped one, and random weights
 SHIPPED, SCRATCH = "shipped", "scratch"
 SELF, INITIAL = "self", "initial"  # the trained model, and a copy of it before the first step
 T = TypeVar("T")

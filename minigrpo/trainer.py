@@ -82,7 +82,7 @@ class Trainer:
         if has_trace(folder):  # an earlier process has hung in a reward
             job = replace(job, functions=in_worker_processes(job.functions, console.warn))
         loss = given.loss_spec(config)
-        self.model_source = source = ModelSource.of(config.model.name, config.task.name)
+        self.model_source = source = ModelSource.of(config.model.name)
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)

@@ -298,7 +298,7 @@ def test_a_model_with_adapters_gets_those_that_are_asked_for() -> None:
     model = minigrpo.Transformer(ModelShape(360))
     lora.add_adapters(model, rank=2)
     config = resolve(Config.of(lora_rank=3))
-    ModelSource("given", "auto").start(config, make_tokenizer(config), print, {}, model)
+    ModelSource("given").start(config, make_tokenizer(config), print, {}, model)
     assert {len(layer.lora_A) for layer in lora.adapters(model).values()} == {3}
 
 

@@ -37,7 +37,7 @@ FLOORS = (
     "model",
     "runtime",
     "config",
-    "optimizer rewards",
+    "memory optimizer rewards",
     "run tasks",
     "turns",
     "given learner sampling",

@@ -146,7 +146,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, bad: dict[str, An
 
 def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published = SimpleNamespace(size=Size(500_000_000, 32768))
-    monkeypatch.setattr(ModelSource, "of", lambda name, task: published)
+    monkeypatch.setattr(ModelSource, "of", lambda name: published)
     monkeypatch.chdir(tmp_path)
     for preset in ROOT.glob("configs/*.toml"):
         assert Config.from_toml(preset) == Config.from_cli(["--config", preset.stem])

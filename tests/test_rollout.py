@@ -71,7 +71,7 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     batch = trainer.batches.batch(0)
     completions = batch.completions
     mask = completions.completion_mask
-    logp, _ = trainer.learner.forward(replace(batch, packed=pack(completions)))
+    logp, _ = trainer.learner.forward(replace(batch, packed=pack(completions)), "none")
     weights = (logp.detach() - completions.truncated_sampler_logp).exp().clamp(max=2.0)
     kept = completions.log_kept_mass.exp()[mask]
     assert kept.mean() < 0.5

@@ -115,8 +115,8 @@ def test_settings_are_those_of_the_run_or_of_the_task_unless_given(finished_run:
     other = settings_of(finished_run, "--max-new-tokens", 9, "--seed", 5)
     assert other == own.replace(max_new_tokens=9, seed=5)
     assert settings_of(finished_run, "--teacher", "runs/gone").loss.teacher == "runs/gone"
-    found = settings_of("shipped", "--data", "x", "--task", "math")
-    assert found == Config.of(task="math", eval_data="x", tokenizer="chess")
+    found = settings_of("scratch", "--data", "x", "--task", "math")
+    assert found == Config.of(task="math", model="scratch", eval_data="x", tokenizer="chess")
 
 
 def questions(path: Path, number: int) -> Path:

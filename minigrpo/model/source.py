@@ -17,7 +17,7 @@ from ..errors import ConfigError, refusing
 from ..hub import CONFIG, fetch, read_json, settings_folder
 from ..identity import record_checksum
 from ..rng import stream
-from ..settings import FROM_PYTHON, INITIAL, SCRATCH, SHIPPED, TASKS, ModelConfig, Settings
+from ..settings import FROM_PYTHON, INITIAL, SCRATCH, SHIPPED, ModelConfig, Settings
 from ..text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from ..types import Warn
 from . import hf, lora
@@ -53,17 +53,16 @@ class ModelSource:
     """A model by its name. No weights are read before they are asked for."""
 
     name: str
-    task: str  # says which model ships
     folder: Path | None = None  # its folder, or its file; None for `shipped` and `scratch`
     commit: str | None = None  # of a model on the Hub, whose weights may not be in the folder yet
     record: RunRecord | None = None  # of the run whose folder it is, or whose folder has the file
     base: "ModelSource | None" = None  # the model under the adapters in the folder
 
     @classmethod
-    def of(cls, name: str, task: str = "auto") -> "ModelSource":
+    def of(cls, name: str) -> "ModelSource":
         """Look up a name."""
         if name in (SHIPPED, SCRATCH):
-            return cls(name, task)
+            return cls(name)
         folder = settings_folder(name)
         record = RunRecord.read(folder.parent if folder.is_file() else folder)
         base = None
@@ -71,10 +70,9 @@ class ModelSource:
             # the record of a run says more than what it wrote for PEFT
             run = record.settings if record else None
             under = run.model.name if run and run.model.lora_rank else hf.base_of(folder)
-            under_task = run.task.name if run else task
-            base = cls.of(under, under_task) if under else None
+            base = cls.of(under) if under else None
         commit = folder.name if folder != Path(name) else None
-        return cls(name, task, folder, commit, record, base)
+        return cls(name, folder, commit, record, base)
 
     @property
     def pinned(self) -> str:
@@ -95,10 +93,7 @@ class ModelSource:
     def path(self) -> Path:
         """The folder or file. Raises ConfigError for a model that has none."""
         if self.name == SHIPPED:
-            row = TASKS.get(self.task, TASKS["chess-env"])  # a user's task has chess-env's
-            if not row.shipped:
-                raise ConfigError(f"--task {self.task} ships no model; give scratch or a path")
-            return ASSETS / f"{row.shipped}.safetensors"
+            return ASSETS / "chess.safetensors"
         if self.folder is None or self.name.startswith(FROM_PYTHON):
             raise ConfigError(f"{self.name}: has no files; give a folder, a file or ORG/NAME")
         return self.folder
@@ -114,8 +109,7 @@ class ModelSource:
         if self.folder is None:
             return None
         if self.record:
-            run = self.record.settings
-            return ModelSource.of(run.model.name, run.task.name).size
+            return ModelSource.of(self.record.settings.model.name).size
         if self.base:
             return self.base.size
         if self.is_random:

@@ -1,4 +1,4 @@
-"""The task that --task means: one of tasks.toml, a class in a user's file, or an object."""
+"""The task that --task means: a built-in one, a class in a user's file, or an object."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,21 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from ..settings import TASKS
 from ..task import Task
 from ..types import ConfigError
 from ..userfiles import load_file
 from .base import WrappedTask
 
 Data = str | Sequence[Mapping[str, Any]]  # comma-separated files, or the rows themselves
+
+# built-in task -> its module here, which is imported on use, and its class
+TASKS = {
+    "chess-env": "chess_env:ChessEnv",
+    "prompts": "prompts:Prompts",
+    "gym": "gym:Gym",
+    "math": "math:Math",
+    "countdown": "countdown:Countdown",
+}
 
 
 def load_task(
@@ -57,7 +65,7 @@ def named_class(task: str | type[Task]) -> type[Task]:
     if isinstance(task, type) and issubclass(task, Task):
         return task
     if task in TASKS:
-        return resolve_name(f"{__package__}.{TASKS[task].path}")
+        return resolve_name(f"{__package__}.{TASKS[task]}")
     if not (isinstance(task, str) and task.endswith(".py")):
         names = ", ".join(TASKS)
         forms = f"{names}, FILE.py or a minigrpo.Task"

@@ -67,7 +67,7 @@ def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
     """The model on its device. A run's adapters stay beside their base, as in training."""
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
-    source = ModelSource.of(config.model.name, config.task.name)
+    source = ModelSource.of(config.model.name)
     trained = source.load_trained(say) if source.is_run else None
     return source.start(config, tokenizer, say, {}, trained).to(device)
 
@@ -76,7 +76,7 @@ def open_with_task(config: Config, console: Console) -> tuple[Sampler, RewardSco
     """The model of a config from `resolve`, to sample from, and the scorer of its task."""
     job = Job.of(config, Given())
     model = open_model(config, job.tokenizer, console.say)
-    source = ModelSource.of(config.model.name, config.task.name)
+    source = ModelSource.of(config.model.name)
     run = source.record.settings if source.record else config
     frozen_models = FrozenModels(job, model, console, {}, run.model.name)
     sampler = make_sampler(job, model, console.warn)
@@ -169,7 +169,7 @@ def export_command(argv: Sequence[str], prog: str) -> None:
     out = arguments.out
     config = config_of(arguments, given)
     tokenizer = make_tokenizer(config)
-    source = ModelSource.of(config.model.name, config.task.name)
+    source = ModelSource.of(config.model.name)
     # before the folder is made: it may be refused
     model = source.start(config, tokenizer, console.say, {})
     out.mkdir(parents=True)  # an error if it is there

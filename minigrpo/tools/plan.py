@@ -27,7 +27,7 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     parser.add_argument("--memory", type=gibibytes)
     own, flags = parser.parse_known_args(argv)
     config, why = settle(read_flags(flags, prog))
-    source = ModelSource.of(config.model.name, config.task.name)
+    source = ModelSource.of(config.model.name)
     files = config.task.data.split(",")
     if source.size and not all(Path(file).is_file() for file in files):
         prompt = 256.0  # a guess: the data of a published model is not here
