@@ -269,8 +269,6 @@ class RunConfig(Group):
     """The run's folder; empty means runs/<time>-<loss>."""
     resume: Paths = ""
     """auto (continue in --out-dir if it holds a run), or a run or checkpoint to branch from."""
-    track: Literal["none", "wandb", "trackio"] = "none"
-    """Also log to Weights & Biases or to Trackio (extras wandb and trackio)."""
     profile: bool = False
     """Write a torch.profiler trace of the 4th to 6th step from the start or the resume."""
 

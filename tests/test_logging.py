@@ -1,4 +1,4 @@
-"""A run's logs: what is written, what a resume keeps, and what a full disk or a tracker may do."""
+"""A run's logs: what is written, what a resume keeps, and what a full disk may do."""
 
 import json
 import resource
@@ -9,7 +9,6 @@ from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
-from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -18,26 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from minigrpo.config import Config
 from minigrpo.metrics import Graded
 from minigrpo.run import logging
 from minigrpo.run.console import Console
-from minigrpo.run.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, start_tracker, to_json
-from minigrpo.run.run_dir import RunDir
-from minigrpo.runtime.distributed import DistContext
+from minigrpo.run.logging import HELD_OUT, SAMPLES, RunLog, read_jsonl, to_json
 from minigrpo.text.encoding import to_completions
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Completion, Example, RewardTable, RolloutBatch, Scores
 
 from .steps import group
-from .tiny import partly_known, refused
+from .tiny import partly_known
 
 SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
 
 
-def log_of(folder: Path, step: int = 0, said: Any = None, tracker: Any = None) -> RunLog:
+def log_of(folder: Path, step: int = 0, said: Any = None) -> RunLog:
     log = RunLog(pytest.fail if said is None else said.append)
-    log.open(folder, step, folder, tracker or {})
+    log.open(folder, step, folder)
     return log
 
 
@@ -200,65 +196,6 @@ def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> N
     assert "good" not in second["greedy"]
     assert first["example"] == logging.digest(greedy.examples[0]) != second["example"]
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4
-
-
-@pytest.fixture(params=["wandb", "trackio"])
-def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands for wandb and trackio, which have the same interface."""
-    found = MagicMock(module=request.param)
-    monkeypatch.setitem(sys.modules, request.param, found)
-    monkeypatch.delenv(f"{request.param.upper()}_PROJECT", raising=False)
-    return found
-
-
-def tracked(folder: Path, tracker: Any) -> Any:
-    folder.mkdir(exist_ok=True)
-    return start_tracker(Config.of(track=tracker.module), folder)
-
-
-def test_a_tracker_sees_what_tensorboard_does_over_a_resume(tmp_path: Path, tracker: Any) -> None:
-    for step, folder in ((0, "a"), (1, "a"), (0, "b")):
-        log = log_of(tmp_path / folder, step, tracker=tracked(tmp_path / folder, tracker))
-        log.step(step + 1, {"loss": 1.0})
-        log.evaluation(step + 1, {"exact": 1.0})
-        log.close()
-    first, again, other = (x.kwargs for x in tracker.init.call_args_list)
-    assert first["name"] == again["name"] != other["name"]
-    assert first["project"] == "minigrpo"
-    assert first["config"]["group_size"] == 16
-    logged = tracker.init().log.call_args_list
-    assert logged[:2] == [call({"train/loss": 1.0}, step=1), call({"eval/exact": 1.0}, step=1)]
-
-
-@pytest.mark.parametrize("steps", [0, 8])
-def test_a_tracker_that_fails_does_not_end_a_run(tmp_path: Path, tracker: Any, steps: int) -> None:
-    """Also if it fails as it is closed."""
-    said = []
-    started = tracked(tmp_path, tracker)
-    log = log_of(tmp_path, said=said, tracker=started)
-    (run,) = started.values()
-    run.log.side_effect = run.finish.side_effect = ConnectionError("no network")
-    for step in range(1, steps + 1):
-        log.step(step, {"loss": 1.0})
-    log.close()
-    assert len(said) == 1
-    assert events(tmp_path, "train/loss") == [*range(1, steps + 1)]
-
-
-def test_a_tracker_must_start_before_anything_is_written(tmp_path: Path, tracker: Any) -> None:
-    tracker.init.side_effect = ConnectionError("no login")
-    folder = tmp_path / "run"
-    config = Config.of(track=tracker.module, out_dir=str(folder))
-
-    def opened() -> RunDir:
-        console = Console(quiet=True)
-        run_dir = RunDir(folder, config, DistContext(), console, {}, {})
-        run_dir.open(pytest.fail)
-        return run_dir
-
-    refused(opened().open_log, {"step": 0})
-    opened()  # the folder is not locked
-    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 @pytest.fixture(params=[True, False])

@@ -137,7 +137,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "Board", MagicMock())
+    monkeypatch.setattr(logging, "SummaryWriter", MagicMock())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 

@@ -1,26 +1,22 @@
-"""A run's logs: JSONL files, which `report`, `compare` and `doctor` read, and those of trackers.
+"""A run's logs: JSONL files, which `report`, `compare` and `doctor` read, and TensorBoard.
 
-A log never ends a run: what a full disk or a tracker refuses is lost, with a warning. The JSON is
-strict: a value that is not finite is null. docs/running.md says what the lines hold.
+A log never ends a run: what a full disk refuses is lost, with a warning. The JSON is strict: a
+value that is not finite is null. docs/running.md says what the lines hold.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 
 from ..checkpoint import write_text
 from ..config import Config
-from ..errors import ConfigError, refusing
 from ..identity import digest
 from ..metrics import SAMPLED, Graded, headline
 from ..model.source import RECORD, RunRecord
@@ -67,34 +63,26 @@ class RunLog:
         self.warn = warn
         self.check = check
         self.folder: Path | None = None
-        self.charts: dict[str, Any] = {}  # TensorBoard and a tracker, by name
+        self.board: SummaryWriter | None = None
 
-    def open(
-        self,
-        folder: Path,
-        step: int,
-        base: Path,
-        trackers: Mapping[str, Any],
-    ) -> None:
+    def open(self, folder: Path, step: int, base: Path) -> None:
         """Continue the logs of the run in `base`, in `folder`, without lines after `step`."""
         self.folder = folder
         for name in LOGS:
             lines = read_jsonl(base / name)
             kept = [line for line in lines if line["step"] <= step]
             write_text(folder / name, "".join(map(to_json, kept)))
-        self.charts = dict(trackers)
-        self.charts["tensorboard"] = Board(str(folder / "tensorboard"), purge_step=step + 1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.write(METRICS, step, [metrics])
         curves = {x if "/" in x else f"train/{x}": value for x, value in metrics.items()}
-        self._each_chart(lambda chart: chart.log(curves, step=step))
+        self._draw(step, curves)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log an evaluation. Its samples come first, because a resume takes it as done."""
         self.write(EVALUATIONS, step, [values])
-        curves = {EVAL + name: value for name, value in values.items()}
-        self._each_chart(lambda chart: chart.log(curves, step=step))
+        self._draw(step, {EVAL + name: value for name, value in values.items()})
 
     def write(
         self,
@@ -115,44 +103,21 @@ class RunLog:
             self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
 
     def close(self) -> None:
-        self._each_chart(lambda chart: chart.finish())
+        if self.board:
+            with suppress(Exception):
+                self.board.close()
 
-    def _each_chart(self, action: Callable[[Any], object]) -> None:
-        """Call TensorBoard and the tracker. One that fails is not called again."""
-        for name, chart in list(self.charts.items()):
-            try:
-                action(chart)
-            except Exception as error:
-                del self.charts[name]
-                self.warn(f"{name} failed, training continues without it ({error})")
-
-
-class Board(SummaryWriter):
-    """TensorBoard with the methods of a tracker."""
-
-    finish = SummaryWriter.close
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.add_scalar(name, value, step)
-        self.flush()
-
-
-def start_tracker(config: Config, folder: Path) -> dict[str, Any]:
-    """The tracker of --track by its name, or nothing. A second start continues its run."""
-    name = config.run.track
-    if name == "none":
-        return {}
-    file = folder / "track_id"  # the name of the run in its tracker
-    track_id = file.read_text("utf-8") if file.exists() else f"{folder.name}-{uuid4().hex[:8]}"
-    options = {"id": track_id, "dir": str(folder)} if name == "wandb" else {}
-    project = os.environ.get(f"{name.upper()}_PROJECT", "minigrpo")
-    with refusing(f"--track {name}"):
-        tracked = import_module(name).init(
-            project=project, name=track_id, config=config.flat(), resume="allow", **options
-        )
-    file.write_text(track_id, "utf-8")
-    return {name: tracked}
+    def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        """Add points to the curves of TensorBoard. If it fails, it is not called again."""
+        if self.board is None:
+            return
+        try:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+        except Exception as error:
+            self.board = None
+            self.warn(f"TensorBoard failed, training continues without it ({error})")
 
 
 def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer) -> None:

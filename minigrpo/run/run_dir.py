@@ -39,7 +39,7 @@ from ..runtime.hangs import tracing
 from ..settings import places
 from ..userfiles import files_read, sha256_of
 from .console import Console
-from .logging import LOGS, LogLine, RunLog, start_tracker, to_json
+from .logging import LOGS, LogLine, RunLog, to_json
 
 SUMMARY = "summary.json"
 LOCK = ".lock"
@@ -151,16 +151,15 @@ class RunDir:
                 raise ConfigError(f"--resume: the {name} have changed since")
 
     def open_log(self, state: State) -> RunLog:
-        """Save a new run or branch, and open its logs. Without its tracker, nothing is written."""
+        """Save a new run or branch, and open its logs."""
         log = RunLog(self.console.warn, self.check)
 
         def begin() -> None:
-            trackers = start_tracker(self.config, self.path)
             self.save(state, required=True)  # before any other file
             versions = {**self.machine, **self.contents, **self.checksums}
             tables = self.record.model_dump(exclude_none=True) | {"versions": versions}
             write_text(self.path / RECORD, tomli_w.dumps(tables))
-            log.open(self.path, state["step"], self.continued, trackers)
+            log.open(self.path, state["step"], self.continued)
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
 
         self.dist.on_main(begin)
