@@ -14,6 +14,7 @@ from .evaluate import held_out_examples
 from .given import Given
 from .guard import OOMBackoff
 from .identity import digest, record_checksum
+from .memory import fit_to_memory, mean_prompt, sizes_of
 from .model import lora
 from .model.frozen_model import FrozenModel, with_context
 from .model.inference import InferenceCopy
@@ -22,7 +23,7 @@ from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
 from .rewards.scorer import RewardScorer
 from .run.console import Console
-from .runtime.device import autocast, product_dtype
+from .runtime.device import autocast, available_bytes, product_dtype
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .task import Task
@@ -114,6 +115,17 @@ class Job:
         if environments is not None:
             task = TurnTask(task, environments, config.run.seed)
         return cls(config, tokenizer, task, environments, given.reward_functions(config))
+
+
+def fit_to_device(job: Job, model: Transformer, processes: int, console: Console) -> Config:
+    """The job's config, on CUDA with the batch sizes that fit the free memory."""
+    if model.device.type != "cuda":
+        return job.config
+    prompt = mean_prompt(job.tokenizer, job.task)
+    available = available_bytes(model.device)
+    fitted = fit_to_memory(job.config, model.shape, prompt, available, processes)
+    console.say(f"batch sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")
+    return fitted
 
 
 @dataclass(frozen=True)

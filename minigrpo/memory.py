@@ -197,15 +197,24 @@ def mean_prompt(tokenizer: Tokenizer, task: Task) -> float:
     return mean(len(encode_prompt(tokenizer, task.train(number))) for number in range(64))
 
 
-def fit_to_memory(config: Config, shape: ModelShape, prompt: float, available: float) -> Config:
+def fit_to_memory(
+    config: Config,
+    shape: ModelShape,
+    prompt: float,
+    available: float,
+    processes: int = 1,
+) -> Config:
     """Set batch sizes that are 0 to the largest that fit a card's `available` bytes, by halves.
 
     Blocks are recomputed (--gradient-checkpointing) only if no prompt fits otherwise. The rollout's
     size comes first, if an update of one prompt fits beside it.
     """
     memory = config.memory
-    rollout_sizes = [memory.rollout_batch_size] if memory.rollout_batch_size else halves(config)
-    update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else halves(config)
+    sizes = [-(-config.sampling.prompts_per_step // processes)]  # of a process, and its halves
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    rollout_sizes = [memory.rollout_batch_size] if memory.rollout_batch_size else sizes
+    update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else sizes
 
     weights = weights_of(config, shape)
 
@@ -224,14 +233,6 @@ def fit_to_memory(config: Config, shape: ModelShape, prompt: float, available: f
             if fits(config):
                 return config
     return config
-
-
-def halves(config: Config) -> list[int]:
-    """The prompts of a step, half of them, and so on down to one."""
-    sizes = [config.sampling.prompts_per_step]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
 
 
 def sizes_of(config: Config) -> str:

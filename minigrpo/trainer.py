@@ -6,7 +6,6 @@ Batches come from rollout.py, losses.py defines the losses, and learner.py turns
 weights.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .build import FrozenModels, Job, check_examples, digests, make_sampler, make_scorer, resolve
+from . import build
 from .config import Config
 from .errors import ConfigError, RunFailed
 from .evaluate import measure
@@ -23,7 +22,6 @@ from .given import Given
 from .guard import Diverged
 from .identity import digest
 from .learner import Learner
-from .memory import fit_to_memory, mean_prompt, sizes_of
 from .metrics import rollout_metrics
 from .model.source import ModelSource
 from .rewards.functions import in_worker_processes
@@ -31,14 +29,7 @@ from .rollout import RolloutBatches, SupervisedBatches
 from .run.console import Console
 from .run.logging import EVALUATIONS, RunLog, log_group, log_held_out, read_jsonl
 from .run.run_dir import RunDir, choose_folder
-from .runtime.device import (
-    PhaseTimer,
-    available_bytes,
-    memory_mib,
-    pick_device,
-    profiler,
-    set_up_process,
-)
+from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
 from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
@@ -74,11 +65,11 @@ class Trainer:
         folder = choose_folder(config, dist)
         own_settings = {"settings": digest(config.flat())}
         # all processes take the main one's, so that names mean the same to all
-        config = dist.on_main(lambda: resolve(config, given))
+        config = dist.on_main(lambda: build.resolve(config, given))
         self.device = pick_device(config.speed.device, dist.local_rank)
         set_up_process(config.speed, self.device)
         # 1. The models. Frozen ones may be copies: they are made before a checkpoint is loaded.
-        job = Job.of(config, given)
+        job = build.Job.of(config, given)
         if has_trace(folder):  # an earlier process has hung in a reward
             job = replace(job, functions=in_worker_processes(job.functions, console.warn))
         loss = given.loss_spec(config)
@@ -87,20 +78,21 @@ class Trainer:
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model.to(self.device)
         # The run's folder keeps sizes of 0, because a resume may be on another GPU.
-        self.config = dist.on_main(lambda: self._fit_to_memory(job))
+        fitted = build.fit_to_device(job, self.model, dist.world_size, console)
+        self.config = dist.on_main(lambda: fitted)
         self.job = job = replace(job, config=self.config)
-        frozen = FrozenModels(job, self.model, console, checksums, config.model.name)
-        self.scorer = make_scorer(job, frozen, console.warn)
-        check_examples(job, self.model.shape.context, console)
+        frozen = build.FrozenModels(job, self.model, console, checksums, config.model.name)
+        self.scorer = build.make_scorer(job, frozen, console.warn)
+        build.check_examples(job, self.model.shape.context, console)
         self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
         self.reference = frozen.of_flag("--reference", config.loss.reference_model)
         if dist.world_size > 1:
-            dist.refuse_differences(digests(job, self.scorer, checksums) | own_settings)
+            dist.refuse_differences(build.digests(job, self.scorer, checksums) | own_settings)
         # 2. What a step needs. The learner gives all processes the model of the main one.
         self.learner = Learner(
             self.config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
         )
-        self.sampler = make_sampler(job, self.model, console.warn)
+        self.sampler = build.make_sampler(job, self.model, console.warn)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.
@@ -110,18 +102,6 @@ class Trainer:
         self.log: RunLog | None = None  # opened by the first step
         self.evaluations: list[dict[str, Any]] = []  # of the whole run, oldest first
         self.stop_request = StopRequest(console.warn)
-
-    def _fit_to_memory(self, job: Job) -> Config:
-        """The job's config; on CUDA with the batch sizes that fit the main process's GPU."""
-        if self.device.type != "cuda":
-            return job.config
-        prompts = job.config.sampling.prompts_per_step
-        of_process = job.config.replace(prompts_per_step=len(self.dist.share(prompts)))
-        prompt = mean_prompt(job.tokenizer, job.task)
-        available = available_bytes(self.device)
-        fitted = fit_to_memory(of_process, self.model.shape, prompt, available)
-        self.console.say(f"sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")
-        return fitted.replace(prompts_per_step=prompts)
 
     def _make_batches(self) -> SupervisedBatches | RolloutBatches:
         prompts = self.config.sampling.prompts_per_step
@@ -214,10 +194,11 @@ class Trainer:
         log = self._open_log()
         step = self.step
         start = time.perf_counter()
-        # environments are called from the start, rewards later
-        self.scorer.begin_step(time.monotonic() if self.job.environments else math.inf)
         batch = self.batches.batch(step)
-        self._refuse_cut_off()
+        # The signal may have ended what users' code had started, such as a program that it tests,
+        # and a reward may take this for a wrong answer. A resume makes the step again.
+        if self.stop_request.agreed(self.dist):
+            raise Stopped
         with self.timer.phase("update"):
             learnt = self.learner.learn(batch, step)
         metrics = self.dist.combine(rollout_metrics(batch)) | learnt
@@ -229,20 +210,6 @@ class Trainer:
         log_group(log, batch, step + 1, self.job.tokenizer)
         self.scorer.check(metrics, self.step)
         return metrics
-
-    def _refuse_cut_off(self) -> None:
-        """Raise Stopped, in all processes, if a stop was asked while code of others was called.
-
-        The signal may have ended what that had started, such as a program that it tests, and a
-        reward may take this for a wrong answer. A resume makes the step again.
-        """
-        request = self.stop_request
-        came_in_calls = request.asked_at > self.scorer.began
-        is_cut_off = request.reason != "" and (self.scorer.has_failed or came_in_calls)
-        if self.dist.max(torch.tensor(int(is_cut_off))):
-            reason = "a signal came in its rewards, and a resume makes it again"
-            self.console.warn(f"step {self.step + 1} is given up: {reason}")
-            raise Stopped
 
     def _evaluate(self) -> None:
         """Evaluate in the main process, unless this step has been.

@@ -72,7 +72,7 @@ def recorded() -> tuple[RoundGraphs, Counter[str]]:
 
         return replay
 
-    return RoundGraphs(lambda: capture), done
+    return RoundGraphs(capture), done
 
 
 DRAFTS = {"drafts": torch.arange(120).reshape(6, 20) % VOCAB, "num_speculative_tokens": 4}
@@ -161,7 +161,7 @@ def test_a_job_records_nothing_from_its_fourth_step_on() -> None:
         if kept is None:
             kept = started(model, prompts, graphs=graphs, uniforms=numbers)
         else:
-            kept.begin(prompts.prompt_ids, prompts.prompt_len, numbers, None, 4)
+            kept.begin(prompts.prompt_ids, prompts.prompt_len, numbers, None)
         before = len(graphs.begun) + done["captured"]
         found = kept.run()
         made.append(len(graphs.begun) + done["captured"] - before)
@@ -212,7 +212,7 @@ def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
     monkeypatch: pytest.MonkeyPatch, use_amp: bool
 ) -> None:
     graphs, done = recorded()
-    monkeypatch.setattr(sampler_module, "capturing", graphs.capturing)
+    monkeypatch.setattr(sampler_module, "capturing", lambda: graphs.capture)
     sampler = make_sampler(use_amp=use_amp)
     sampler.model.float()
     sampler.has_graphs = True

@@ -20,7 +20,7 @@ from minigrpo.model.transformer import ModelShape, Transformer
 from minigrpo.rng import uniforms
 from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Decoder
-from minigrpo.sampling.generate import Generation
+from minigrpo.sampling.generate import Generation, Sizes
 from minigrpo.sampling.pick import pick_token, truncate
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.settings import SamplingConfig
@@ -50,8 +50,10 @@ def begin(model: Transformer, ids: Tensor, lengths: Tensor, **changes: Any) -> G
     )
     if drafts is None:
         options["num_speculative_tokens"] = 0
-    generation = Generation(model, **options)
-    generation.begin(ids, lengths, uniforms, drafts, at_once or len(ids))
+    draft_len = 0 if drafts is None else drafts.shape[1]
+    sizes = Sizes(len(ids), at_once or len(ids), ids.shape[1], draft_len)
+    generation = Generation(model, sizes=sizes, is_greedy=uniforms is None, **options)
+    generation.begin(ids, lengths, uniforms, drafts)
     return generation
 
 

@@ -7,8 +7,6 @@ the trees of a training step, and decoder.py the slots of a rollout.
 
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import signature
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,21 +113,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     rows = q.unflatten(1, (-1, queries_per_key)).flatten(2, 3)  # [B, K, R * T, E]
     attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
     return attended.unflatten(2, (queries_per_key, -1)).flatten(1, 2)
-
-
-def varying_attention(q: Tensor) -> Callable[..., Any] | None:
-    """What attends to `q [N, H, E]` in rows of any length, if torch has FlashAttention for it."""
-    fits = q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return flash_attention(q.device) if fits else None
-
-
-@lru_cache
-def flash_attention(device: torch.device) -> Callable[..., Any] | None:
-    from torch.nn.attention.varlen import varlen_attn  # takes a second, where few need it
-
-    has_groups = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 has not
-    is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
-    return varlen_attn if has_groups and is_recent else None
 
 
 def causal(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

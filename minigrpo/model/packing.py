@@ -9,7 +9,6 @@ example.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +24,9 @@ from .context import (
     sdpa,
     take_previous,
     take_rows,
-    varying_attention,
 )
+from .flash import Upload, VaryingRows, varying_attention, varying_rows
 from .logprobs import at_least_fp32
-
-Upload = Callable[[np.ndarray], Tensor]  # to the device of a packing
 
 
 @dataclass(frozen=True)
@@ -70,38 +67,6 @@ class PaddedRows:
         for added in self.added:
             attended.append(added.attend(q, k, v, window))
         return torch.cat([rows.flatten(0, 1) for rows in attended]).index_select(0, self.unpad)
-
-
-@dataclass(frozen=True)
-class VaryingRows:
-    """Attention as one call, of C rows of any length: the packed tokens in their order."""
-
-    query_starts: Tensor  # [C + 1] int32, where the queries of each row begin
-    keys: Tensor  # [L] places of the packed tokens that each row attends to, row after row
-    key_starts: Tensor  # [C + 1] int32, where those of each row begin
-    longest: tuple[int, int]  # the most queries and keys of a row
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int,
-        attention: Callable[..., Any],
-    ) -> Tensor:
-        """The last query of a row sees all of its keys, and each one before it a key less."""
-        keys, values = (at_least_fp32(x).index_select(0, self.keys).to(q.dtype) for x in (k, v))
-        before = window - 1 if window else -1  # -1 is no limit
-        return attention(
-            q,
-            keys,
-            values,
-            self.query_starts,
-            self.key_starts,
-            *self.longest,
-            window_size=(before, 0),
-            enable_gqa=True,
-        )
 
 
 @dataclass(frozen=True)
@@ -183,20 +148,6 @@ def padded_rows(joined: PackedPrompt, upload: Upload) -> PaddedRows:
         padded_queries.append(queries)
     unpad = _first_places(padded_queries)
     return PaddedRows(upload(padded_queries[0]), sets, upload(unpad))
-
-
-def varying_rows(joined: PackedPrompt, upload: Upload) -> VaryingRows:
-    rows = [(row, row) for row in joined.causal_rows]
-    rows += [(row.queries, row.keys) for row in joined.added_rows]
-    rows.sort(key=lambda row: row[0][0])  # in the order of the packed tokens
-    lengths = np.array([[len(queries), len(keys)] for queries, keys in rows])
-    starts = np.pad(lengths.cumsum(axis=0, dtype=np.int32), ((1, 0), (0, 0)))
-    return VaryingRows(
-        query_starts=upload(starts[:, 0]),
-        keys=upload(np.concatenate([keys for _, keys in rows])),
-        key_starts=upload(starts[:, 1]),
-        longest=tuple(lengths.max(axis=0).tolist()),
-    )
 
 
 def state_rows(joined: PackedPrompt, upload: Upload) -> StateRows:

@@ -7,7 +7,6 @@ raises or returns no number has failed, and the completion counts as the worst o
 import copy
 import inspect
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +73,6 @@ class RewardScorer:
         """Raises ConfigError for a name that cannot be."""
         self.first_errors: dict[str, str] = {}  # error by reward that has failed
         self.failing = Counter[str]()  # steps in a row in which a reward fails on all completions
-        self.begin_step(math.inf)
         task = self.task
         own_weights = {function.name: function.weight for function in self.functions}
         named = [function.name for function in self.functions]
@@ -95,11 +93,6 @@ class RewardScorer:
             there_are = ", ".join(self.names)
             raise ConfigError(f"there is no reward {name}; there are {there_are}")
 
-    def begin_step(self, began: float) -> None:
-        """Forget the step before."""
-        self.began = began  # when users' code is first called, or infinite if `score` does it
-        self.has_failed = False  # whether a call of this step has failed
-
     @torch.no_grad()
     def score(
         self,
@@ -109,7 +102,6 @@ class RewardScorer:
         temperature: float = 1.0,
     ) -> RewardTable:
         """Score `texts`, `[P][G]`. Only functions of tokens need the `completions` with them."""
-        self.began = min(self.began, time.monotonic())
         batch = TextBatch(examples, texts)
         shape = batch.places.shape
 
@@ -139,7 +131,6 @@ class RewardScorer:
                 scores[function.name] = self._of_function(function, batch)
 
         # 3. What failures cost, and the weighted sum.
-        self.has_failed |= any(each.failed.any() for each in scores.values())
         return reward_table({name: scores[name] for name in self.names}, self.weights, shape)
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ..checkpoint import write_text
 from ..config import Config
+from ..errors import ConfigError
 from ..identity import digest
 from ..metrics import SAMPLED, Graded, headline
 from ..model.source import RECORD, RunRecord

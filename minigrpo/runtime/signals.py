@@ -1,4 +1,4 @@
-"""Signals that stop a run: it finishes its step, or breaks off its evaluation, and saves."""
+"""Signals that stop a run: it ends its step or breaks off its evaluation, and saves."""
 
 import signal
 import threading
@@ -68,7 +68,7 @@ class StopRequest(ExitStack):
         if not self.reason:
             self.reason = signal.Signals(number).name
             self.asked_at = time.monotonic()
-            doing = "breaking off the evaluation" if self.breaks_off else "finishing this step"
+            doing = "breaking off the evaluation" if self.breaks_off else "ending this step"
             self.say(f"{self.reason}: {doing} and saving; a later one stops at once")
             if self.breaks_off:
                 raise Stopped(self.reason)

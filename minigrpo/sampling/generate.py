@@ -47,23 +47,19 @@ FRACTION_THAT_ENTERS = 0.125
 # Prompts of which a few completions still run keep their place in memory: at most this many times
 # `prompts_at_once` in all.
 MOST_PROMPTS = 2
-PROMPT_BLOCK = 64  # with graphs, the longest prompt is rounded up to a multiple of this
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
 MOST_UNSEEN = 8  # rounds that run before the host looks
 # Of those, sequences that have ended waste at most one for so many tokens of a completion.
 TOKENS_PER_UNSEEN = 32
 
 
-class Room(NamedTuple):
-    """What a generation has memory for."""
+class Sizes(NamedTuple):
+    """The most that a generation has memory for."""
 
     prompts: int
-    prompts_at_once: int
+    prompts_at_once: int  # this many times G sequences run side by side
     prompt_len: int
     draft_len: int
-
-    def holds(self, needed: "Room") -> bool:
-        return all(has >= needs for has, needs in zip(self, needed, strict=True))
 
 
 @dataclass(eq=False)
@@ -79,21 +75,46 @@ class Generation:
     stop_texts: StopFinder | None = None  # texts that end one too
     max_new_tokens: int
     num_samples: int  # G
+    sizes: Sizes
+    is_greedy: bool  # the most likely token is taken each time
     sampling: SamplingConfig  # its temperature, top_k, top_p and min_p count
     num_speculative_tokens: int  # tokens of drafts that are proposed per round
     dialogues: Dialogues | None  # what answers turns, or None if a completion is one turn
     graphs: RoundGraphs | None = None
 
     def __post_init__(self) -> None:
+        device = self.model.device
+        sizes = self.sizes
         self.tokens_per_round = 1 + self.num_speculative_tokens  # W
-        self.room = Room(0, 0, 0, 0)
+        most_tokens = self.tokens_per_round  # that a slot runs at once
+        if self.dialogues is not None:
+            most_tokens = max(most_tokens, 1 + MOST_READ)
+
+        # 1. Where tokens are run and stored.
+        capacity = Capacity(
+            prompts=min(sizes.prompts, MOST_PROMPTS * sizes.prompts_at_once),
+            prompt_len=sizes.prompt_len,
+            slots=sizes.prompts_at_once * self.num_samples,
+            slots_of_prompt=self.num_samples,
+            columns=self.max_new_tokens + most_tokens,
+            tokens=most_tokens,
+        )
+        self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
+        num_sequences = sizes.prompts * self.num_samples
+        columns = self.max_new_tokens + self.tokens_per_round
+        self.tables = Tables(num_sequences, columns, self.sampling.truncates, device)
+        self.uniforms = torch.zeros(num_sequences + 1, columns, device=device)  # as tables
+        self.drafts = self.tables.ids.new_zeros(sizes.prompts + 1, sizes.draft_len)
+        self.layout = self.tables.ids.new_zeros(3 * self.decoder.most_slots)
+
+        # 2. The tokens that end a turn, and a round.
         self.is_stop = np.zeros(self.model.shape.vocab_size, dtype=bool)
         self.is_stop[[*self.stops]] = True
         # [V] a round ends after these tokens, even if a proposal goes on with the token after them
         ends_round = self.is_stop
         if self.stop_texts is not None:
             ends_round = ends_round | self.stop_texts.candidates
-        self.ends_round = torch.from_numpy(ends_round).to(self.model.device)
+        self.ends_round = torch.from_numpy(ends_round).to(device)
         # Stop texts and turns are for the host to find.
         is_plain = self.stop_texts is None and self.dialogues is None
         self.looks_ahead = is_plain and self.graphs is not None
@@ -104,42 +125,25 @@ class Generation:
         prompt_len: Tensor,
         uniforms: Tensor | np.ndarray | None,
         drafts: Tensor | None,
-        prompts_at_once: int,
     ) -> None:
         """Prepare to complete prompts `[P, Lp]`, right-padded, of lengths `[P]`.
 
-        Args:
-            uniforms: numbers in [0, 1), `[P, G, S]` with S >= max_new_tokens; or None for the most
-                likely token each time. It is None in all batches or in none.
-            drafts: a text for each prompt, whose tokens are proposed, `[P, L]`, or None without
-                proposals.
-            prompts_at_once: at most this many times G sequences run side by side.
+        `uniforms` are numbers in [0, 1), `[P, G, S]` with S >= max_new_tokens, or None if the
+        generation is greedy. `drafts`, `[P, L]`, have a text for each prompt, whose tokens are
+        proposed; None without proposals.
         """
         device = self.model.device
         self.prompt_ids = prompt_ids.to(device)
         self.prompt_len = prompt_len.to(device)
-        self.prompts_at_once = prompts_at_once
-        num_prompts, longest_prompt = prompt_ids.shape
-        at_once = min(prompts_at_once, num_prompts)
-        draft_len = 0 if drafts is None else drafts.shape[1]
-        needed = Room(num_prompts, at_once, longest_prompt, draft_len)
-        if not self.room.holds(needed):
-            self._make_room(needed, uniforms is not None)
-
-        # 1. What the rounds read.
         self.decoder.clear()
         self.tables.clear()
         if uniforms is not None:
-            assert self.uniforms is not None
             numbers = torch.as_tensor(uniforms).flatten(0, 1)[:, : self.max_new_tokens]
             self.uniforms[: len(numbers), : self.max_new_tokens] = numbers.to(device)
         if drafts is not None:
-            assert self.drafts is not None
             self.drafts.zero_()
-            self.drafts[:num_prompts, :draft_len] = drafts.to(device)
-
-        # 2. Nothing runs yet.
-        self.ended = np.zeros(num_prompts * self.num_samples, dtype=bool)  # by a stop
+            self.drafts[: len(drafts), : drafts.shape[1]] = drafts.to(device)
+        self.ended = np.zeros(len(prompt_ids) * self.num_samples, dtype=bool)  # by a stop
         self.running = self.layout[:0]  # [N, padded] their numbers, in ascending order
         self.slot = self.layout[:0]  # [N, padded] the slot of each
         self.representatives = self.layout[:0]  # [B, padded] one running sequence of each slot
@@ -147,36 +151,6 @@ class Generation:
         self.num_entered = 0  # prompts that have been run
         self.rounds = 0
         self.tokens = 0  # tokens that the model ran, prompts included
-
-    def _make_room(self, needed: Room, draws: bool) -> None:
-        """Allocate all that rounds read and write; graphs of rounds elsewhere are of no use."""
-        device = self.model.device
-        room = needed
-        if self.graphs is not None:
-            self.graphs.clear()
-            room = Room(*map(max, needed, self.room))
-            in_blocks = -(-room.prompt_len // PROMPT_BLOCK) * PROMPT_BLOCK
-            room = room._replace(prompt_len=in_blocks)
-        self.room = room
-        most_tokens = self.tokens_per_round  # that a slot runs at once
-        if self.dialogues is not None:
-            most_tokens = max(most_tokens, 1 + MOST_READ)
-        capacity = Capacity(
-            prompts=min(room.prompts, MOST_PROMPTS * room.prompts_at_once),
-            prompt_len=room.prompt_len,
-            slots=room.prompts_at_once * self.num_samples,
-            slots_of_prompt=self.num_samples,
-            columns=self.max_new_tokens + most_tokens,
-            tokens=most_tokens,
-        )
-        self.decoder = Decoder(self.model, capacity, few_sizes=self.graphs is not None)
-        num_sequences = room.prompts * self.num_samples
-        columns = self.max_new_tokens + self.tokens_per_round
-        self.tables = Tables(num_sequences, columns, self.sampling.truncates, device)
-        # One row more, as in the tables.
-        self.uniforms = torch.zeros(num_sequences + 1, columns, device=device) if draws else None
-        self.drafts = self.tables.ids.new_zeros(room.prompts + 1, room.draft_len)
-        self.layout = self.tables.ids.new_zeros(3 * self.decoder.most_slots)
 
     @torch.no_grad()
     def run(self) -> Completions:
@@ -207,9 +181,9 @@ class Generation:
         queued = len(self.prompt_ids) - self.num_entered
         places_taken = -(-self.num_running // self.num_samples)
         places_in_memory = self.decoder.capacity.prompts - len(self.decoder.prompt_len)
-        free_places = min(self.prompts_at_once - places_taken, places_in_memory)
+        free_places = min(self.sizes.prompts_at_once - places_taken, places_in_memory)
         num_entering = min(queued, free_places)
-        fewest = max(1, int(self.prompts_at_once * FRACTION_THAT_ENTERS))
+        fewest = max(1, int(self.sizes.prompts_at_once * FRACTION_THAT_ENTERS))
         return num_entering if num_entering >= min(queued, fewest) else 0
 
     def _enter(self, num_prompts: int) -> None:
@@ -304,7 +278,7 @@ class Generation:
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)
         columns = tables.lengths[rows] + offsets  # [N, W]
-        uniforms = None if self.uniforms is None else self.uniforms[rows, columns]
+        uniforms = None if self.is_greedy else self.uniforms[rows, columns]
         picks = pick_token(allowed, uniforms, slot)
 
         # 2. Find the picks that count.

@@ -64,13 +64,8 @@ def capturing() -> Callable[[Action], Action]:
 class RoundGraphs:
     """Runs the first round of each size kernel by kernel, captures the second, replays others."""
 
-    def __init__(self, capturing: Callable[[], Callable[[Action], Action]]) -> None:
-        self.capturing = capturing
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all sizes, because what rounds read has moved."""
-        self.capture = self.capturing()  # a pool cannot be used again after its last graph
+    def __init__(self, capture: Callable[[Action], Action]) -> None:
+        self.capture = capture
         self.begun = set[Hashable]()
         self.replays = dict[Hashable, Action]()
 

@@ -17,8 +17,10 @@ from ..text.encoding import StopFinder, decode, encode_answer, pad, prompt_withi
 from ..text.tokenizer import Tokenizer
 from ..turns.dialogues import Dialogues
 from ..types import Completion, Completions, Example, Warn
-from .generate import Generation
+from .generate import Generation, Sizes
 from .graphs import RoundGraphs, capturing
+
+PROMPT_BLOCK = 64  # with graphs, the room for prompts is a multiple of so many tokens
 
 
 @dataclass(frozen=True)
@@ -50,26 +52,21 @@ class Sampler:
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
         # The copy of the weights, and with graphs the generations, stay in memory between calls.
-        self.keeps = True
+        self.keeps = speed.use_amp or self.has_graphs
         self.copy: InferenceCopy | None = None
         self.generations: dict[Hashable, Generation] = {}
         # The number of prompts that fit depends on the number of samples of each, the key.
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
-            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, self.warn, self._free_others)
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, self.warn, self.release)
         )
 
-    def _free_others(self) -> bool:
-        """Free the generations that do not run; return whether there are any."""
-        number = len(self.generations)
-        self.generations.clear()
-        return number > 0
-
     def release(self) -> bool:
-        """Free all that is kept, and keep nothing from now on; return whether anything was."""
-        has_copy = self.copy is not None and self.copy.model is not self.model
-        self.copy = None
+        """Free what is kept between calls, from now on too; return whether anything was kept."""
+        kept = self.keeps
         self.keeps = False
-        return self._free_others() or has_copy
+        self.copy = None
+        self.generations.clear()
+        return kept
 
     def complete(
         self,
@@ -92,32 +89,39 @@ class Sampler:
             drafts = pad(answers)[0][:, : 2 * max_new_tokens]
         # A prompt that a user types has no environment.
         dialogues = self.dialogues if examples[0].in_turns else None
-        # All that a generation cannot change from call to call.
+        longest_prompt = prompt_ids.shape[1]
+        if self.has_graphs:  # which a longer prompt in a later step would make useless
+            longest_prompt = -(-longest_prompt // PROMPT_BLOCK) * PROMPT_BLOCK
+        draft_len = 0 if drafts is None else drafts.shape[1]
         kind = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
 
         def sampled(prompts_at_once: int) -> Sampled:
             """Complete all; when memory runs out, this is called again with fewer at once."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
-            generation = self.generations.pop(kind, None)
             if self.copy is None:
                 self.copy = InferenceCopy(self.model, product_dtype(speed))
-            else:
-                self.copy.refresh()
-            if generation is None:
+            self.copy.refresh()
+            sizes = Sizes(len(examples), prompts_at_once, longest_prompt, draft_len)
+            generation = self.generations.pop(kind, None)
+            if generation is not None:
+                sizes = Sizes(*map(max, sizes, generation.sizes))
+            if generation is None or sizes != generation.sizes:
                 generation = Generation(
                     self.copy.model,
                     stops=self.tokenizer.stops,
                     stop_texts=self.stop_texts,
                     max_new_tokens=max_new_tokens,
                     num_samples=num_samples,
+                    sizes=sizes,
+                    is_greedy=uniforms is None,
                     sampling=sampling,
                     num_speculative_tokens=self.num_speculative_tokens,
                     dialogues=dialogues,
-                    graphs=RoundGraphs(capturing) if self.has_graphs else None,
+                    graphs=RoundGraphs(capturing()) if self.has_graphs else None,
                 )
             with autocast(speed, self.model.device):
-                generation.begin(prompt_ids, prompt_len, uniforms, drafts, prompts_at_once)
+                generation.begin(prompt_ids, prompt_len, uniforms, drafts)
                 completions = generation.run().to("cpu")
             if not self.keeps:
                 self.copy = None

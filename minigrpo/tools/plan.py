@@ -43,7 +43,7 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
         console.say(why)
     if own.memory:
         config = fit_to_memory(config, shape, prompt, own.memory - CUDA_CONTEXT)
-        console.say(f"sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
+        console.say(f"batch sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
     components = components_of(config, shape, prompt)
     peak = peak_of(components, keeps=config.speed.cuda_graphs)
     components |= {"peak": peak, "on a card, with CUDA itself": peak + CUDA_CONTEXT}
