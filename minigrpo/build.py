@@ -16,8 +16,7 @@ from .guard import OOMBackoff
 from .identity import digest, record_checksum
 from .memory import fit_to_memory, mean_prompt, sizes_of
 from .model import lora
-from .model.frozen_model import FrozenModel, with_context
-from .model.inference import InferenceCopy
+from .model.frozen_model import FrozenModel, InferenceCopy, with_context
 from .model.source import ModelSource, fit_vocab
 from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
@@ -229,7 +228,9 @@ def make_sampler(job: Job, model: Transformer, warn: Warn) -> Sampler:
 
 def check_examples(job: Job, context: int, console: Console) -> None:
     """Raise ConfigError for examples that do not fit the model, with `context` positions."""
-    config, task, tokenizer = job.config, job.task, job.tokenizer
+    config = job.config
+    task = job.task
+    tokenizer = job.tokenizer
     if config.task.eval_data and not config.task.data:
         raise ConfigError("--eval-data needs --data, the files to train on")
 
@@ -259,7 +260,8 @@ def check_examples(job: Job, context: int, console: Console) -> None:
 
 def _check_fit(job: Job, context: int, example: Example) -> None:
     """Raise ConfigError for an example that does not fit the model, or the teacher."""
-    config, tokenizer = job.config, job.tokenizer
+    config = job.config
+    tokenizer = job.tokenizer
     room = context - config.sampling.max_new_tokens
     if field := config.loss.teacher_context:
         check_prompt(tokenizer, with_context(tokenizer, example, field), room)

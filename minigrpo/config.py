@@ -110,19 +110,22 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     if has_cuda:
         settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
-        of_all, of_adapters = 5e-6, 5e-5
+        of_all = 5e-6
+        of_adapters = 5e-5
         if not has_cuda:  # on CUDA they follow from the free memory: see memory.py
             settings |= MEMORY_SAVING
         elif torch.cuda.is_bf16_supported(including_emulation=False):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
-        of_all, of_adapters = 3e-5, 1e-3
+        of_all = 3e-5
+        of_adapters = 1e-3
         settings |= {"prompts_per_step": 16, "group_size": 16}
         if not has_cuda:
             settings["micro_batch_size"] = 4
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":
-            of_all, of_adapters = 2e-5, 2e-4
+            of_all = 2e-5
+            of_adapters = 2e-4
         settings["learning_rate"] = of_adapters if has_adapters else of_all
     if size.parameters >= HUGE and has_adapters:
         settings["base_dtype"] = "bfloat16"

@@ -29,7 +29,8 @@ from .text.encoding import encode_prompt
 from .text.tokenizer import Tokenizer
 
 MIB = 2**20
-FLOAT, LOW = 4, 2  # bytes of a number in float32, and under --use-amp
+FLOAT = 4  # bytes of a number in float32
+LOW = 2  # and under --use-amp
 IN_ROLLOUT = ("KV cache", "states", "decoding round")  # components
 CARD_SPARE = 2**29  # bytes for gaps between allocations
 
@@ -46,7 +47,8 @@ def kept_by_block(
 
     Attention gathers `keys` for the tokens; a recurrence runs completions of a `length`.
     """
-    width, inner = shape.width, shape.heads * shape.head_dim
+    width = shape.width
+    inner = shape.heads * shape.head_dim
     family = shape.family_row
     # LayerNorm keeps its input, RMSNorm its normalised input too; both in float32
     norms = 2 * FLOAT * width * (1 if family.norm == "layer" else 2)
@@ -138,9 +140,9 @@ def work_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float
     attending = shape.attention_layers.values()
     windows = {min(layer.window or longest, longest) for layer in attending}
     masks = predictions * longest * (1 + size * shape.heads / shape.kv_heads) * len(windows)
-    kept = {
-        layer: kept_by_block(shape, layer, size, tokens, keys, length) for layer in {*shape.layers}
-    }
+    kept: dict[LayerShape, float] = {}
+    for layer in {*shape.layers}:
+        kept[layer] = kept_by_block(shape, layer, size, tokens, keys, length)
     kept_by_all = sum(kept[layer] for layer in shape.layers)
     if memory.gradient_checkpointing:
         inputs_of_blocks = FLOAT * shape.width * len(shape.layers) * tokens

@@ -183,7 +183,7 @@ UNJUDGED = {"judge": "none"}
 )
 def test_task_auto(settings: Any, objects: Any, expected: dict[str, Any]) -> None:
     given = Given.of(**objects)
-    config = resolve(Config.of(**settings), given)
+    config = resolve(Config.of(model="scratch", **settings), given)
     full = {"task_args": {}, "reward_weights": {}, **expected}
     assert {name: getattr(config.task, name) for name in full} == full
     assert resolve(config) == resolve(config, given) == config  # as a resumed run has it

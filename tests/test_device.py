@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minigrpo import Config, Transformer
 from minigrpo.model import transformer
-from minigrpo.model.inference import InferenceCopy
+from minigrpo.model.frozen_model import InferenceCopy
 from minigrpo.model.shape import ModelShape
 from minigrpo.optimizer import grad_scaler
 from minigrpo.runtime import device as layers

@@ -216,6 +216,7 @@ def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
     sampler = make_sampler(use_amp=use_amp)
     sampler.model.float()
     sampler.has_graphs = True
+    sampler.keeps = True
 
     def of_step() -> tuple[int, int]:
         """Captures of a step; the completions are those of a sampler that keeps nothing."""

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from minigrpo.build import FrozenModels, Job
 from minigrpo.config import Config
 from minigrpo.model import lora
-from minigrpo.model.inference import InferenceCopy
+from minigrpo.model.frozen_model import InferenceCopy
 from minigrpo.model.linear import NF4, dense, numbers_by_byte, to_nf4
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import Size

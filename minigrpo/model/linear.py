@@ -78,10 +78,6 @@ def times(x: Tensor, multiplier: float) -> Tensor:
     return x if multiplier == 1 else x * multiplier
 
 
-def divided(x: Tensor, divisor: float) -> Tensor:
-    return x if divisor == 1 else x / divisor
-
-
 class Linear(nn.Linear):
     """`nn.Linear`, computed in the precision of its input or of autocast."""
 

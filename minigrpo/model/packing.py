@@ -18,14 +18,17 @@ from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
+    Upload,
+    VaryingRows,
     attend_in_rows,
     make_mask,
     scan_rows,
     sdpa,
     take_previous,
     take_rows,
+    varying_attention,
+    varying_rows,
 )
-from .flash import Upload, VaryingRows, varying_attention, varying_rows
 from .logprobs import at_least_fp32
 
 
@@ -199,7 +202,9 @@ def join(prompts: Sequence[PackedPrompt]) -> PackedPrompt:
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy of an array on a device; the host does not wait for it."""
     copied = torch.tensor(array)
-    return (copied.pin_memory() if device.type == "cuda" else copied).to(device, non_blocking=True)
+    if device.type == "cuda":
+        copied = copied.pin_memory()
+    return copied.to(device, non_blocking=True)
 
 
 def pack(completions: Completions, packing: str = "prefix-tree") -> list[PackedPrompt]:

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..model.linear import divided
 from ..model.transformer import Transformer
 from ..settings import SamplingConfig
 from ..text.encoding import StopFinder
@@ -273,7 +272,9 @@ class Generation:
         """
         # 1. Pick a token at each place.
         tables = self.tables
-        logp = divided(logits, self.sampling.temperature).log_softmax(-1)
+        if self.sampling.temperature != 1:
+            logits = logits / self.sampling.temperature
+        logp = logits.log_softmax(-1)
         allowed = truncate(logp, self.sampling)
         rows = sequences[:, None]
         offsets = torch.arange(logp.shape[1], device=logp.device)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import Config
 from ..guard import OOMBackoff
-from ..model.inference import InferenceCopy
+from ..model.frozen_model import InferenceCopy
 from ..model.transformer import Transformer
 from ..runtime.device import autocast, product_dtype
 from ..settings import SamplingConfig
