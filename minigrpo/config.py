@@ -106,7 +106,8 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
 
     has_adapters = bool(given.get("lora_rank"))
     settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
-    has_cuda = given.get("device") != "cpu" and torch.cuda.is_available()
+    device = given.get("device", "auto")
+    has_cuda = torch.cuda.is_available() if device == "auto" else device != "cpu"
     if has_cuda:
         settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
@@ -114,7 +115,9 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
         of_adapters = 5e-5
         if not has_cuda:  # on CUDA they follow from the free memory: see memory.py
             settings |= MEMORY_SAVING
-        elif torch.cuda.is_bf16_supported(including_emulation=False):
+        elif not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        ):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
         of_all = 3e-5

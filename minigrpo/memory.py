@@ -8,6 +8,7 @@ The models that rewards ask are not counted, nor what lies in the memory of a CP
 
 from collections.abc import Mapping
 from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -31,7 +32,8 @@ from .text.tokenizer import Tokenizer
 MIB = 2**20
 FLOAT = 4  # bytes of a number in float32
 LOW = 2  # and under --use-amp
-IN_ROLLOUT = ("KV cache", "states", "decoding round")  # components
+IN_UPDATE = ("gradients", "casts of weights", "activations", "logits")  # components
+IN_ROLLOUT = ("sampler's copy", "KV cache", "states", "decoding round")
 CARD_SPARE = 2**29  # bytes for gaps between allocations
 
 
@@ -104,8 +106,8 @@ def weights_of(config: Config, shape: ModelShape) -> dict[str, float]:
     weights = named.values()
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
     large = [x for name, x in named.items() if role[name] in LARGE and x.itemsize == FLOAT]
-    # the sampler's copy of all, and autocast's of those that are trained
-    low = sum(x.numel() * (2 if x.requires_grad else 1) for x in large)
+    copied = LOW * sum(x.numel() for x in large) * config.speed.use_amp
+    cast = LOW * sum(x.numel() for x in large if x.requires_grad) * config.speed.use_amp
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     return {
         "weights": sum(x.nbytes for x in weights),
@@ -113,7 +115,8 @@ def weights_of(config: Config, shape: ModelShape) -> dict[str, float]:
         "decoded": 2 * (activation_bytes(config) + 2) * coded,
         "gradients": trained,
         "AdamW's moments": 2 * trained * (not config.memory.offload_optimizer),
-        "weights in low precision": LOW * low * config.speed.use_amp,
+        "casts of weights": cast,
+        "sampler's copy": copied,
         "reference": frozen_bytes(config, model, config.loss.reference_model),
         "teacher": frozen_bytes(config, model, config.loss.teacher),
     }
@@ -186,10 +189,10 @@ def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
 def peak_of(components: Mapping[str, float], *, keeps: bool) -> float:
     """The most bytes at once: in the rollout, or in the backward pass of a micro-batch.
 
-    With CUDA graphs, what is in the rollout is kept for the next one.
+    A sampler that `keeps` what it has in a rollout has it in the update too.
     """
     rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
-    update = components["gradients"] + components["activations"] + components["logits"]
+    update = sum(components[part] for part in IN_UPDATE)
     at_another_time = 0.0 if keeps else min(rollout, update)
     return CARD_SPARE + sum(components.values()) - at_another_time
 
@@ -219,16 +222,21 @@ def fit_to_memory(
     update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else sizes
 
     weights = weights_of(config, shape)
+    smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
 
-    def fits(config: Config) -> bool:
-        components = weights | work_of(config, shape, prompt)
-        return peak_of(components, keeps=config.speed.cuda_graphs) <= available
+    def fits(config: Config, **sizes: Any) -> bool:
+        components = weights | work_of(config.replace(**sizes), shape, prompt)
+        return peak_of(components, keeps=keeps) <= available
 
-    for size in [] if config.supervised else rollout_sizes:
-        config = config.replace(rollout_batch_size=size)
-        smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
-        if fits(config.replace(**smallest)):
+    # 1. The rollout. If nothing fits beside what it keeps, that is released when memory runs out.
+    keeps = config.speed.cuda_graphs
+    keeps = keeps and fits(config, rollout_batch_size=rollout_sizes[-1], **smallest)
+    for size in rollout_sizes:
+        if fits(config, rollout_batch_size=size, **smallest):
             break
+    config = config.replace(rollout_batch_size=size)
+
+    # 2. The update.
     for recomputes in sorted({memory.gradient_checkpointing, True}):
         for size in update_sizes:
             config = config.replace(micro_batch_size=size, gradient_checkpointing=recomputes)

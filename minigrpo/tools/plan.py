@@ -26,7 +26,10 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog=prog, add_help=False)
     parser.add_argument("--memory", type=gibibytes)
     own, flags = parser.parse_known_args(argv)
-    config, why = settle(read_flags(flags, prog))
+    given = read_flags(flags, prog)
+    if own.memory:
+        given = {"device": "cuda", **given}  # the defaults of a machine with a GPU
+    config, why = settle(given)
     source = ModelSource.of(config.model.name)
     files = config.task.data.split(",")
     if source.size and not all(Path(file).is_file() for file in files):
