@@ -65,6 +65,7 @@ class Gpu(Outputs):
     def run(self, console: Console) -> dict[str, Any]:
         device = pick_device("cpu" if self.dry else "cuda")
         card = Card(device, self.dry)
+        whole: dict[str, Any] = {"micro_batch_size": 0, "gradient_checkpointing": False}
         steps: dict[str, Callable[[], Mapping[str, Any]]] = {
             "machine": card.machine,
             "rollout": partial(card.rollout, "0.5B"),
@@ -74,6 +75,7 @@ class Gpu(Outputs):
             "transformers": card.transformers,
             "update": partial(card.update, "0.5B"),
             "no checkpoints": partial(card.update, "0.5B", gradient_checkpointing=False),
+            "all at once": partial(card.update, "0.5B", **whole),
         }
         for dtype in ("bfloat16", "NF4"):
             adapters: dict[str, Any] = {"lora_rank": 16, "base_dtype": dtype.lower()}
@@ -87,7 +89,7 @@ class Gpu(Outputs):
         steps[f"{hybrid}, graphs"] = partial(card.rollout, hybrid, cuda_graphs=True)
         steps[f"{hybrid}, update"] = partial(card.update, hybrid)
         steps["scan"] = card.scan
-        steps["compiled"] = partial(card.update, "0.5B", compile_model=True)
+        steps["compiled"] = partial(card.update, "0.5B", compile_model=True, **whole)
         steps["tests"] = card.tests
         end = time.monotonic() + 60 * self.minutes
         rows = []

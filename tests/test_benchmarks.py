@@ -46,7 +46,7 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     main(["gpu", "--dry", "--lines", str(lines)])
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert len(steps) == 20
+    assert len(steps) == 21
     assert not [step for step in steps if {"error", "skipped"} & step.keys()]
     assert steps[-1]["step"] == "tests"
     assert steps[-1]["exit_code"] == 0

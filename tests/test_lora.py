@@ -16,7 +16,7 @@ from minigrpo.build import FrozenModels, Job
 from minigrpo.config import Config
 from minigrpo.model import lora
 from minigrpo.model.frozen_model import InferenceCopy
-from minigrpo.model.linear import NF4, dense, numbers_by_byte, to_nf4
+from minigrpo.model.linear import NF4, dense, from_nf4, numbers_by_byte, to_nf4
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import Size
 from minigrpo.model.source import ModelSource
@@ -181,6 +181,19 @@ def test_frozen_weights_in_nf4_compute_what_their_numbers_compute(model: Transfo
     assert_close(gradient(model, completions), expected, rtol=1e-9, atol=1e-10)
     merged = lora.merge_adapters(model).logits(TOKENS)
     assert_close(merged, plain.logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_compiled_code_unpacks_nf4_to_the_same_bits(dtype: torch.dtype) -> None:
+    unpack = torch.compile(from_nf4, dynamic=True)
+    table = numbers_by_byte(torch.device("cpu"), dtype)
+    for shape in ((256, 896), (512, 128), (384, 640)):
+        coded = to_nf4(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        expected = from_nf4(coded, table)
+        found = unpack(coded, table)
+        assert found.dtype == expected.dtype == dtype
+        assert torch.equal(found, expected)
 
 
 def test_nf4_is_cast_to_the_type_of_autocast(model: Transformer) -> None:
