@@ -55,8 +55,7 @@ class Learner:
         learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
         self.entropy: Entropy = "learnt" if learns_entropy else "measured"
 
-        # separate modules that share the parameters: the sampler's, whose shapes vary, must not be
-        # compiled
+        # a module of its own, because the sampler's, whose shapes vary, must not be compiled
         trained = self.model.for_training(
             checkpointing=config.memory.gradient_checkpointing,
             compiled=config.speed.compile_model,

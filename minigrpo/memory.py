@@ -187,10 +187,7 @@ def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
 
 
 def peak_of(components: Mapping[str, float], *, keeps: bool) -> float:
-    """The most bytes at once: in the rollout, or in the backward pass of a micro-batch.
-
-    A sampler that `keeps` what it has in a rollout has it in the update too.
-    """
+    """The most bytes at once: in rollout or update, or in both if the sampler `keeps` its own."""
     rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
     update = sum(components[part] for part in IN_UPDATE)
     at_another_time = 0.0 if keeps else min(rollout, update)
@@ -209,10 +206,9 @@ def fit_to_memory(
     available: float,
     processes: int = 1,
 ) -> Config:
-    """Set batch sizes that are 0 to the largest that fit a card's `available` bytes, by halves.
+    """Set batch sizes of 0 to the largest of the halves that fit a card's `available` bytes.
 
-    Blocks are recomputed (--gradient-checkpointing) only if no prompt fits otherwise. The rollout's
-    size comes first, if an update of one prompt fits beside it.
+    Blocks are recomputed (--gradient-checkpointing) only if no prompt fits otherwise.
     """
     memory = config.memory
     sizes = [-(-config.sampling.prompts_per_step // processes)]  # of a process, and its halves

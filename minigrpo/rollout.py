@@ -61,6 +61,8 @@ class RolloutBatches:
         with self.timer.phase("data"):
             examples = self.prefetcher.take(step)
         batch = self.roll_out(examples, step)
+        if sampling.dynamic_sampling:
+            batch = self._replace_zero_variance(batch, step)
 
         # 2. Log-probs of frozen models.
         if self.reference or self.teacher:
@@ -99,6 +101,21 @@ class RolloutBatches:
             rewards = self.scorer.score(examples, sampled.texts, completions, sampling.temperature)
         work = {"rollout/rounds": sampled.rounds, "rollout/tokens": sampled.tokens}
         return RolloutBatch(examples, completions, sampled.texts, rewards, metrics=work)
+
+    def _replace_zero_variance(self, batch: RolloutBatch, step: int) -> RolloutBatch:
+        """Replace the prompts of zero-variance groups, up to --dynamic-sampling times."""
+        drawn: dict[str, float] = {}
+        for attempt in range(self.config.sampling.dynamic_sampling):
+            assert batch.rewards is not None
+            equal = np.flatnonzero(batch.rewards.zero_variance)
+            drawn.setdefault("frac_reward_zero_std/drawn", len(equal) / len(batch))
+            if not len(equal):
+                break
+            others = self.prefetcher.replacements(step, attempt, equal.tolist())
+            rows = np.arange(len(batch))
+            rows[equal] = len(batch) + np.arange(len(equal))
+            batch = RolloutBatch.join([batch, self.roll_out(others, step)]).select(rows)
+        return replace(batch, metrics={**drawn, **batch.metrics})
 
     def _group_advantages(self, batch: RolloutBatch, step: int) -> Tensor:
         """`[P, G]`; the rewards of all processes are gathered, because --scale batch needs them."""

@@ -137,6 +137,8 @@ class SamplingConfig(Group):
     """Sample from tokens at least this times as likely as the likeliest; training uses all."""
     stop: StopTexts = []
     """Texts that end a completion and stay in it, such as "</answer>"; \\n is a line break."""
+    dynamic_sampling: NonNegativeInt = 0
+    """How often a step may replace prompts whose completions have equal rewards (DAPO)."""
 
     @property
     def truncates(self) -> bool:

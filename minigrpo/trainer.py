@@ -2,8 +2,7 @@
 
     maybe evaluate  ->  batch  ->  num_iterations optimizer steps  ->  log  ->  maybe save
 
-Batches come from rollout.py, losses.py defines the losses, and learner.py turns a batch into new
-weights.
+Batches come from rollout.py, and learner.py turns a batch into new weights by losses.py.
 """
 
 import time
@@ -195,8 +194,7 @@ class Trainer:
         step = self.step
         start = time.perf_counter()
         batch = self.batches.batch(step)
-        # The signal may have ended what users' code had started, such as a program that it tests,
-        # and a reward may take this for a wrong answer. A resume makes the step again.
+        # The signal may have ended a program that a reward tests; a resume makes the step again.
         if self.stop_request.agreed(self.dist):
             raise Stopped
         with self.timer.phase("update"):

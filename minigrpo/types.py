@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .errors import ConfigError as ConfigError
 from .statistics import PartlyKnown
@@ -91,14 +92,20 @@ class PerPrompt(Sized):
         starts = range(0, len(self), num_prompts)
         return [self.select(rows[start : start + num_prompts]) for start in starts]
 
+    @classmethod
+    def join(cls, batches: Sequence[Self]) -> Self:
+        """The prompts of several batches, padded to the longest."""
+        return _of_fields(_join_rows, *batches)
 
-def _of_fields(function: Callable[[Any], Any], value: Any) -> Any:
-    """What a function makes of each field of a batch, at any depth."""
-    if isinstance(value, PerPrompt):
-        return type(value)(**_of_fields(function, vars(value)))
-    if isinstance(value, dict):
-        return {name: _of_fields(function, field) for name, field in value.items()}
-    return function(value)
+
+def _of_fields(function: Callable[..., Any], *values: Any) -> Any:
+    """What a function makes of each field, at any depth, of one batch or of several."""
+    first = values[0]
+    if isinstance(first, PerPrompt):
+        return type(first)(**_of_fields(function, *map(vars, values)))
+    if isinstance(first, dict):
+        return {name: _of_fields(function, *(x[name] for x in values)) for name in first}
+    return function(*values)
 
 
 def _select_rows(rows: Sequence[int] | np.ndarray, value: Any) -> Any:
@@ -107,6 +114,20 @@ def _select_rows(rows: Sequence[int] | np.ndarray, value: Any) -> Any:
     if isinstance(value, list):
         return [value[row] for row in rows]
     return value  # a number belongs to the whole batch
+
+
+def _join_rows(*values: Any) -> Any:
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    if isinstance(first, Tensor):
+        if first.dim() > 1:
+            width = max(value.shape[-1] for value in values)
+            values = tuple(pad(value, (0, width - value.shape[-1])) for value in values)
+        return torch.cat(values)
+    if isinstance(first, list):
+        return [row for value in values for row in value]
+    return None if all(value is None for value in values) else sum(values)
 
 
 @dataclass(frozen=True)
@@ -153,8 +174,7 @@ class PackedPrompt:
     parents: np.ndarray  # [n] the place before each in its text; -1 for the first
     sources: np.ndarray  # [m] places whose next token is predicted
     targets: np.ndarray  # [m] that next token
-    # [G, S], or [P, G, S] of several prompts as one: into the m predictions, 0 where none is
-    index: np.ndarray
+    index: np.ndarray  # [G, S] or [P, G, S] into the m predictions; 0 where no token was sampled
     mask: np.ndarray  # the same shape, bool: where a token was sampled
     causal_rows: Sequence[np.ndarray]  # places that attend to all before them in their row
     added_rows: Sequence[AddedRow]
@@ -221,7 +241,7 @@ class RolloutBatch(PerPrompt):
     teacher_logp: Tensor | None = None  # [P, G, S] float32, or None without a teacher
     loss_mask: Tensor | None = None  # [P, G] bool, completions in the loss, or None for all
     packed: Sequence[PackedPrompt] | None = None  # [P], or None before a model reads the batch
-    metrics: Mapping[str, float] = field(default_factory=dict)  # counts of the whole step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # counts, which `join` adds
 
     @property
     def ended(self) -> Tensor:

@@ -15,8 +15,7 @@ from minigrpo.rng import uniforms
 from minigrpo.sampling import decoder as decoding
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation
-from minigrpo.sampling.pick import propose
-from minigrpo.sampling.sequences import assign_slots
+from minigrpo.sampling.sequences import assign_slots, propose
 from minigrpo.types import Completions
 
 from .steps import EOS, VOCAB, make_completions

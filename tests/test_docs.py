@@ -27,7 +27,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "configs").glob("*.toml"))]
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # of every command, and of torchrun and other programs
-OTHERS = {"help", "config", "nproc-per-node", "nnodes", "node-rank", "master-addr", "max-restarts"}
+OTHERS = {
+    "memory",
+    "help",
+    "config",
+    "nproc-per-node",
+    "nnodes",
+    "node-rank",
+    "master-addr",
+    "max-restarts",
+}
 OTHERS |= {"logdir", "no-deps"}
 FEW = {
     "train": ["--max-steps=1", "--prompts-per-step=2", "--max-new-tokens=4", "--eval-size=2"],

@@ -48,7 +48,7 @@ OPTIONS = {
     "self": {"teacher": "self", "teacher_context": "answer", "group_size": 1, "kl_coef": 0},
     "reference": {"reference": "OTHER", "base_dtype": "bfloat16", "kl": "k2", "loss": "dapo"}
     | {"shuffle_rewards": True},
-    "rloo": {"loss": "rloo", "sampler_correction": "token-mask"},
+    "dynamic": {"dynamic_sampling": 2, "loss": "rloo", "sampler_correction": "token-mask"},
     "sft": {"loss": "nll", "kl_coef": 0, "micro_batch_size": 2},
     "chat": {"model": "CHAT", "system": "Add.", "loss": "dr_grpo"},
     "lora": {"lora_rank": 2, "num_iterations": 2, "offload_reference": True},

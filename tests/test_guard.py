@@ -24,7 +24,7 @@ from minigrpo.guard import (
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.runtime.signals import SAME_REQUEST, StopRequest
 from minigrpo.task import Task
-from minigrpo.tasks.base import ExamplePrefetcher
+from minigrpo.tasks.base import MOST_STEPS, ExamplePrefetcher
 from minigrpo.types import Example
 
 from .tiny import refused
@@ -151,6 +151,10 @@ def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
         for step in (3, 4, 11, 5, 3, 30):
             numbers = [int(x.prompt) for x in made.take(step)]
             assert numbers == [4 * step + 2 * rank, 4 * step + 2 * rank + 1]
+    regular = range(4 * MOST_STEPS)
+    found = [made.replacements(step, attempt, [0, 1]) for step in (0, 1) for attempt in (0, 1)]
+    numbers = [int(x.prompt) for examples in found for x in examples]
+    assert len(set(numbers)) == 8 and not set(numbers) & set(regular)
     refused(prefetcher, Counting(), world_size=3)  # shares would differ in size
 
 

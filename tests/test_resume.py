@@ -105,9 +105,11 @@ def result(folder: Path, run: Trainer) -> str:
 
 def work(folder: Path) -> None:
     """What a forked process does: train to the end, unless it is killed."""
-    more = {"teacher": "initial", "teacher_context": "answer"}
+    more = {"dynamic_sampling": 1, "teacher": "initial", "teacher_context": "answer"}
     run = make(folder, resume="auto", **half_solved(folder.parent), **more)
     run.fit()
+    metrics = lines(folder, "metrics.jsonl")
+    assert any(line["frac_reward_zero_std/drawn"] for line in metrics)  # some were replaced
     (folder / "result").write_text(result(folder, run))
 
 
@@ -223,11 +225,12 @@ def test_a_signal_breaks_off_an_evaluation_which_a_resume_makes_again(
 def test_a_step_whose_reward_was_cut_off_by_a_stop_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
 ) -> None:
-    """A signal may end what a reward has started."""
+    """A signal may end what a reward has started; the groups that fail would be replaced."""
     (tmp_path / "fails.py").write_text(FAILS)
     settings = {
         "rewards": str(tmp_path / "fails.py"),
         "reward_weights": {},
+        "dynamic_sampling": 1,
     }
     calm = make(tmp_path / "calm", **settings)
     calm.fit()

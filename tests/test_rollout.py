@@ -11,11 +11,12 @@ import torch
 from torch.testing import assert_close
 
 from minigrpo.advantages import advantages, shuffled
+from minigrpo.metrics import rollout_metrics
 from minigrpo.model import packing
 from minigrpo.model.packing import Packing, pack
-from minigrpo.types import Example, RewardTable
+from minigrpo.types import Completions, Example, RewardTable
 
-from .steps import make_trainer
+from .steps import make_completions, make_trainer
 
 
 def test_overlong_completions_are_kept_or_masked(tmp_path: Path) -> None:
@@ -86,6 +87,17 @@ def test_a_step_packs_each_prompt_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert count.call_count == 6
 
 
+def test_batches_that_do_not_fit_are_not_joined() -> None:
+    first = make_completions(0)
+    wide = replace(make_completions(1, length=11), sampler_logp=torch.ones(3, 4, 11))
+    joined = Completions.join([replace(first, sampler_logp=torch.zeros(3, 4, 9)), wide])
+    assert joined.sampler_logp.shape == joined.completion_ids.shape == (6, 4, 11)
+    assert torch.equal(joined.select([4]).completion_mask, wide.completion_mask[1:2])
+    for a, b in ((first, wide), (wide, first), (first, make_completions(0, samples=5))):
+        with pytest.raises((AttributeError, RuntimeError, TypeError)):
+            Completions.join([a, b])
+
+
 def test_the_same_prompts_are_sampled_anew_in_each_step_and_with_each_seed(tmp_path: Path) -> None:
     trainers = [make_trainer(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     trainers[1].model.load_state_dict(trainers[0].model.state_dict())
@@ -110,6 +122,35 @@ def test_masked_completions_have_no_gradient(tmp_path: Path, loss: str) -> None:
     metrics = trainer.learner.learn(batch, 0)
     assert metrics["grad_norm"] == metrics["loss"] == trainer.learner.guard.skipped == 0
     assert torch.equal(trainer.model.wte.weight, before)
+
+
+def test_resampling_replaces_dead_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_trainer(tmp_path / "plain").batches.batch(0)
+    trainer = make_trainer(tmp_path / "resampled", dynamic_sampling=2)
+    asked = []
+    score = trainer.scorer.score
+
+    def doctored(examples: Any, *others: Any) -> RewardTable:
+        """0 for the groups at places 1 and 3, and for the second of those that replace them."""
+        asked.append(len(examples))
+        table = score(examples, *others)
+        dead = [[1, 3], [1], [0]][len(asked) - 1]
+        table.total[dead] = 0.0
+        return table
+
+    monkeypatch.setattr(trainer.scorer, "score", doctored)
+    batch = trainer.batches.batch(0)
+    assert asked == [6, 2, 1]  # the second try replaces what is dead still, and there is no third
+    assert len({example.index for example in [*batch.examples, *plain.examples]}) == 8
+    for p in (0, 2, 4, 5):
+        assert batch.examples[p] == plain.examples[p]
+        assert batch.texts[p] == plain.texts[p]
+        assert (batch.rewards.total[p] == plain.rewards.total[p]).all()
+    assert batch.advantages.any(1).tolist() == [True, True, True, False, True, True]
+    metrics = rollout_metrics(batch)
+    assert metrics["frac_reward_zero_std"].tolist() == [0, 0, 0, 1, 0, 0]
+    assert metrics["frac_reward_zero_std/drawn"] == pytest.approx(2 / 6)
+    assert np.isfinite(trainer.learner.learn(batch, 0)["loss"])
 
 
 def test_shuffled_rewards_keep_their_values_and_belong_to_the_prompt() -> None:

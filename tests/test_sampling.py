@@ -21,8 +21,8 @@ from minigrpo.rng import uniforms
 from minigrpo.sampling import sampler as sampler_module
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation, Sizes
-from minigrpo.sampling.pick import pick_token, truncate
 from minigrpo.sampling.sampler import Sampler
+from minigrpo.sampling.sequences import pick_token, truncate
 from minigrpo.settings import SamplingConfig
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.types import Completions, Example

@@ -92,8 +92,8 @@ def with_context(tokenizer: Tokenizer, example: Example, field: str) -> Example:
 class InferenceCopy:
     """A model whose linear layers are stored in the precision of autocast, and joined.
 
-    Its results are those of autocast, which would cast the weights again in each pass. Frozen
-    weights are copied once, and trained ones by `refresh`, always to the same places in memory.
+    Its results are those of autocast, which would cast the weights in each pass. `refresh` copies
+    the trained ones again, to the same places in memory.
     """
 
     def __init__(self, model: Transformer, dtype: torch.dtype) -> None:

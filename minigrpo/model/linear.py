@@ -99,10 +99,7 @@ def has_float32_products(x: Tensor) -> bool:
 
 
 def cast_once(inputs: Tensor) -> Tensor:
-    """Inputs of several products, which would each cast them under autocast.
-
-    With gradients, each product casts them, so that their gradients are summed in float32.
-    """
+    """Cast the inputs of several products; with gradients, which float32 sums, each casts them."""
     return inputs if torch.is_grad_enabled() else inputs.to(autocast_dtype(inputs))
 
 

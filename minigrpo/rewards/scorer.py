@@ -198,10 +198,7 @@ class RewardScorer:
                     self.first_errors[function.name] = first
                     cost = "such completions count as the worst of their group"
                     self.warn(f"reward {function.name}: {first}; {cost}")
-        joined = {}
-        for name in vars(scores[0]):
-            joined[name] = np.concatenate([vars(each)[name] for each in scores])
-        return Scores(**joined).select(batch.places if function.grouped else batch.same)
+        return Scores.join(scores).select(batch.places if function.grouped else batch.same)
 
 
 def settled(scores: Scores, weight: float) -> Scores:

@@ -4,8 +4,6 @@ A decoder runs *slots*: sequences that each continue one prompt, at their own co
 picks their tokens. All slots of a prompt attend to it in one matrix product, and one softmax covers
 the prompt and the slot's own tokens (Hydragen, Juravsky et al., arXiv 2402.05099).
 
-The caches and the layout, which says where everything lies in them, never move in memory.
-
 Shapes: P prompts, B slots, W tokens per slot and round, K heads of keys and values, each shared by
 R heads of queries (H = K * R), heads of size E, L layers.
 """
@@ -25,9 +23,8 @@ from ..model.transformer import Transformer
 from .graphs import copy_into, copy_rows, next_size
 from .slot_states import SlotStates
 
-# Columns by which the used part of a cache grows; each number of columns is a graph of its own.
-BLOCK = 64
-BLOCK_OF_GRAPHS = 256
+BLOCK = 64  # columns by which the used part of a cache grows
+BLOCK_OF_GRAPHS = 256  # because each number of columns is a graph of its own
 FEWEST_ROWS = 32  # of a graph: fewer take a GPU as long
 
 

@@ -14,9 +14,8 @@ split when their completions differ, and never merge.
 The cache of a slot has the first `length - 1` tokens of its sequences, at least. In a dialogue, an
 update also exchanges turns for answers.
 
-With `graphs`, rounds are CUDA graphs, and the numbers of sequences and slots are padded to few
-sizes by the padding row of the tables. All that a graph reads stays in its place in memory, for the
-batches to come too. While no slot can split, several rounds run before the host looks at them.
+With `graphs`, rounds are CUDA graphs, padded to few sizes by the padding row of the tables. While
+no slot can split, several rounds run before the host looks at them.
 
 Shapes: P prompts with G completions each, P * G sequences in all, of which N are running in B
 slots; W tokens per slot and round.
@@ -37,19 +36,23 @@ from ..turns.dialogues import Dialogues
 from ..types import Completions
 from .decoder import Capacity, Decoder
 from .graphs import RoundGraphs, copy_into
-from .pick import pick_token, propose, truncate
-from .sequences import RoundState, Tables, assign_slots, exchange_turns
+from .sequences import (
+    RoundState,
+    Tables,
+    assign_slots,
+    exchange_turns,
+    pick_token,
+    propose,
+    truncate,
+)
 
-# Queued prompts enter when there are places for this fraction of `prompts_at_once`: an entry costs
-# a forward pass of its own.
+# The share of `prompts_at_once` for which there must be places before queued prompts enter.
 FRACTION_THAT_ENTERS = 0.125
-# Prompts of which a few completions still run keep their place in memory: at most this many times
-# `prompts_at_once` in all.
+# Prompts in memory, in `prompts_at_once`: some are there for a few completions that still run.
 MOST_PROMPTS = 2
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
 MOST_UNSEEN = 8  # rounds that run before the host looks
-# Of those, sequences that have ended waste at most one for so many tokens of a completion.
-TOKENS_PER_UNSEEN = 32
+TOKENS_PER_UNSEEN = 32  # of a completion for each of these rounds, which may be wasted at its end
 
 
 class Sizes(NamedTuple):
@@ -63,10 +66,7 @@ class Sizes(NamedTuple):
 
 @dataclass(eq=False)
 class Generation:
-    """Completions in progress: their tokens, which of them are running, and in which slots.
-
-    `begin` sets the prompts, and `run` completes them, as often as there are batches.
-    """
+    """Completions in progress, batch after batch: `begin` sets prompts, `run` completes them."""
 
     model: Transformer
     _: KW_ONLY
@@ -127,9 +127,8 @@ class Generation:
     ) -> None:
         """Prepare to complete prompts `[P, Lp]`, right-padded, of lengths `[P]`.
 
-        `uniforms` are numbers in [0, 1), `[P, G, S]` with S >= max_new_tokens, or None if the
-        generation is greedy. `drafts`, `[P, L]`, have a text for each prompt, whose tokens are
-        proposed; None without proposals.
+        `uniforms` are numbers in [0, 1), `[P, G, S]` with S >= max_new_tokens, or None if it is
+        greedy. `drafts`, `[P, L]`, have a text for each prompt, whose tokens are proposed.
         """
         device = self.model.device
         self.prompt_ids = prompt_ids.to(device)

@@ -47,8 +47,7 @@ def capturing() -> Callable[[Action], Action]:
     def capture(run_round: Action) -> Action:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # torch.cuda.graph would return all free memory to the driver first, for the next step to
-        # ask for again. Other threads may allocate pinned memory meanwhile.
+        # torch.cuda.graph would return all free memory to the driver first
         with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

@@ -51,7 +51,7 @@ class Sampler:
         self.stop_texts = StopFinder(self.tokenizer, stop_texts) if stop_texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
-        # The copy of the weights, and with graphs the generations, stay in memory between calls.
+        # Whether the copy of the weights, and with graphs the generations, stay between calls.
         self.keeps = speed.use_amp or self.has_graphs
         self.copy: InferenceCopy | None = None
         self.generations: dict[Hashable, Generation] = {}

@@ -17,6 +17,7 @@ from ..types import ConfigError, Example
 from .rows import Parse, Record, Row, canonical, parse_pair, plain, question_of
 
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
+MOST_STEPS = 2**20  # a longer run may use a number twice
 
 
 @dataclass(eq=False)
@@ -200,6 +201,11 @@ class ExamplePrefetcher:
             if due not in self.futures:
                 self.futures[due] = self.thread.submit(self._make, due, self.share)
         return self.futures.pop(step).result()
+
+    def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
+        """New examples for places in the share, with numbers that no step has."""
+        unused_step = (attempt + 1) * MOST_STEPS + step
+        return self._make(unused_step, [self.share[place] for place in places])
 
     def _make(self, step: int, places: Sequence[int]) -> list[Example]:
         return [self.task.train(step * self.prompts_per_step + place) for place in places]

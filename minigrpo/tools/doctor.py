@@ -58,8 +58,8 @@ RULES = (
             and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
         ),
         "In most groups all completions have equal rewards, which teach nothing.",
-        "Take other prompts, a larger --group-size, or a reward with partial credit; --loss nll "
-        "first if nothing is ever right.",
+        "Take other prompts, a larger --group-size, --dynamic-sampling 3, or a reward with partial "
+        "credit; --loss nll first if nothing is ever right.",
         fewest=1,
     ),
     Rule(
