@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from ..build import Job, make_tokenizer, resolve
 from ..config import read_flags, settle
 from ..given import Given
@@ -17,15 +19,12 @@ MIB = 2**20
 CUDA_CONTEXT = 2**29  # bytes that CUDA itself takes of a card
 
 
-def gibibytes(text: str) -> float:
-    """The bytes of a text such as 24GiB."""
-    return float(text.removesuffix("GiB")) * 2**30
-
-
 def plan_command(argv: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog=prog, add_help=False)
-    parser.add_argument("--memory", type=gibibytes)
+    parser.add_argument("--memory", type=lambda text: float(text.removesuffix("GiB")) * 2**30)
     own, flags = parser.parse_known_args(argv)
+    if not own.memory and torch.cuda.is_available():
+        own.memory = torch.cuda.mem_get_info()[1]  # the memory of this machine's card
     given = read_flags(flags, prog)
     if own.memory:
         given = {"device": "cuda", **given}  # the defaults of a machine with a GPU
@@ -49,6 +48,7 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
         console.say(f"batch sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
     components = components_of(config, shape, prompt)
     peak = peak_of(components, keeps=config.speed.cuda_graphs)
-    components |= {"peak": peak, "on a card, with CUDA itself": peak + CUDA_CONTEXT}
+    components["peak"] = peak
+    components["on a card, with CUDA itself"] = peak + CUDA_CONTEXT
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in components.items() if size]
     console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)
