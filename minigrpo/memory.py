@@ -196,7 +196,7 @@ def peak_of(components: Mapping[str, float], *, keeps: bool) -> float:
 
 def mean_prompt(tokenizer: Tokenizer, task: Task) -> float:
     """The mean number of tokens of the first training prompts."""
-    return mean(len(encode_prompt(tokenizer, task.train(number))) for number in range(64))
+    return mean(len(encode_prompt(tokenizer, task.train(number))) for number in range(16))
 
 
 def fit_to_memory(
