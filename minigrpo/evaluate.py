@@ -1,7 +1,8 @@
 """How good a model is: greedy and sampled completions of held-out examples, scored."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from .metrics import SAMPLED, Graded
 from .rewards.scorer import RewardScorer
 from .rng import uniforms
+from .runtime.distributed import DistContext
+from .runtime.signals import Stopped
 from .sampling.sampler import Sampled, Sampler
 from .settings import SamplingConfig
 from .statistics import Estimate, estimate, passes
@@ -87,15 +90,38 @@ class Evaluation:
     sampled: Graded
 
 
-def measure(sampler: Sampler, scorer: RewardScorer) -> Evaluation:
+def measure(
+    sampler: Sampler,
+    scorer: RewardScorer,
+    dist: DistContext | None = None,
+    breaking_off: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Evaluation:
     """Score the first --eval-size held-out examples, or all if there are fewer.
 
-    A measure that no example has is left out. Only the headline is always there, perhaps as NaN.
+    Each process scores a share, `breaking_off` when it is asked to stop: all then raise Stopped. A
+    measure that no example has is left out. Only the headline is always there, perhaps as NaN.
     """
+    dist = dist or DistContext()
     run = sampler.config.run
     examples = held_out_examples(scorer.task, run.eval_size)
-    greedy = grade(sampler, scorer, examples)
-    sampled = grade(sampler, scorer, examples, run.eval_samples)
+    own = [examples[number] for number in dist.share(len(examples))]
+
+    def grade_own() -> list[tuple[Graded, Graded]] | None:
+        try:
+            with breaking_off():
+                if not own:
+                    return []
+                greedy = grade(sampler, scorer, own)
+                return [(greedy, grade(sampler, scorer, own, run.eval_samples))]
+        except Stopped:
+            return None
+
+    graded: list[tuple[Graded, Graded]] = []
+    for share in dist.on_all(grade_own):
+        if share is None:
+            raise Stopped
+        graded += share
+    greedy, sampled = map(Graded.join, zip(*graded, strict=True))
     success = greedy.success
     measures = {"n": Estimate(float(len(examples)))}
 

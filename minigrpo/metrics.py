@@ -62,6 +62,16 @@ class Graded:
     # equal the answer; REWARD means that nothing says so
     success: str
 
+    @classmethod
+    def join(cls, shares: "Sequence[Graded]") -> "Graded":
+        """The examples of several processes, in their order."""
+        return cls(
+            [example for share in shares for example in share.examples],
+            [group for share in shares for group in share.texts],
+            RewardTable.join([share.rewards for share in shares]),
+            shares[0].success,
+        )
+
     @property
     def right(self) -> PartlyKnown:
         """`[n, K]`: 1 for a right completion, else 0. A completion that failed is wrong."""

@@ -127,7 +127,7 @@ class RolloutBatches:
         scale = self.loss.scale if settings.scale == "auto" else settings.scale
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
-        total = self.dist.gather(total)
-        everyone = advantages(total, estimator=self.loss.estimator, scale=scale).float()
-        start = self.dist.rank * len(batch)
-        return everyone[start : start + len(batch)]
+        shares = self.dist.on_all(lambda: total)
+        everyone = advantages(torch.cat(shares), estimator=self.loss.estimator, scale=scale)
+        lengths = [len(share) for share in shares]
+        return everyone.float().split(lengths)[self.dist.rank]

@@ -32,7 +32,6 @@ from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_u
 from .runtime.distributed import DistContext
 from .runtime.hangs import has_trace
 from .runtime.signals import Stopped, StopRequest
-from .statistics import Estimate
 from .tasks.base import ExamplePrefetcher
 from .userfiles import refusing_exit
 
@@ -210,27 +209,19 @@ class Trainer:
         return metrics
 
     def _evaluate(self) -> None:
-        """Evaluate in the main process, unless this step has been.
+        """Evaluate, unless this step has been.
 
-        Raises Stopped, in all processes, for a signal to the main one: a resume evaluates again.
+        Raises Stopped, in all processes, for a signal to one of them: a resume evaluates again.
         """
         if self.evaluations and self.evaluations[-1]["step"] == self.step:
             return
         log = self._open_log()
-
-        def on_main() -> dict[str, Estimate] | None:
-            try:
-                with self.stop_request.breaking_off():
-                    evaluation = measure(self.sampler, self.scorer)
-            except Stopped:
-                return None
-            log_held_out(log, evaluation.greedy, evaluation.sampled, self.step)
-            return evaluation.measures
-
         with self.timer.phase("evaluate"):
-            measures = self.dist.on_main(on_main)
-        if measures is None:
-            raise Stopped
+            breaking_off = self.stop_request.breaking_off
+            evaluation = measure(self.sampler, self.scorer, self.dist, breaking_off)
+        answers = evaluation.greedy, evaluation.sampled
+        self.dist.on_main(lambda: log_held_out(log, *answers, self.step))
+        measures = evaluation.measures
         values = {name: estimate.value for name, estimate in measures.items()}
         self.evaluations.append({"step": self.step, **values})
         log.evaluation(self.step, values)  # last: a resume takes it as done

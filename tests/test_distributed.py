@@ -37,7 +37,7 @@ from .steps import join, run_two
 from .tiny import ROOT, read_json, refused
 
 TIMEOUT = timedelta(seconds=3)  # of a collective
-STEPS = {"max_steps": 3, "prompts_per_step": 4, "micro_batch_size": 1, "eval_every": 0}
+STEPS = {"max_steps": 3, "prompts_per_step": 5, "micro_batch_size": 1, "eval_every": 0}
 SOLVED = """import minigrpo
 @minigrpo.reward(success=True)
 def solved(example, text):
@@ -118,7 +118,7 @@ def stop_twice(folder: Path, rank: int, dist: DistContext) -> None:
         return grade(*args)
 
     def in_a_step(self: RewardFunction, examples: Any, texts: Any) -> Any:
-        if examples[0].index >= 4:  # of the second step
+        if examples[0].index >= 5:  # of the second step
             os.kill(os.getpid(), signal.SIGTERM)
             raise EOFError
         return scores(self, examples, texts)
@@ -161,7 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have left."""
     folder = tmp_path_factory.mktemp("two")
     tiny.tiny_chess_model(folder / "model")
-    rows = [{"question": f"What is {n}?", "answer": f"{n}, " * 4} for n in range(6)]
+    rows = [{"question": f"What is {n}?", "answer": f"{n}, " * 4} for n in range(8)]
     tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
     tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
     (folder / "solved.py").write_text(SOLVED)

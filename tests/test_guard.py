@@ -155,7 +155,9 @@ def test_each_process_has_its_share_of_each_step_in_any_order() -> None:
     found = [made.replacements(step, attempt, [0, 1]) for step in (0, 1) for attempt in (0, 1)]
     numbers = [int(x.prompt) for examples in found for x in examples]
     assert len(set(numbers)) == 8 and not set(numbers) & set(regular)
-    refused(prefetcher, Counting(), world_size=3)  # shares would differ in size
+    shares = [prefetcher(Counting(), rank=rank, world_size=3).take(1) for rank in range(3)]
+    assert [int(x.prompt) for share in shares for x in share] == [4, 5, 6, 7]
+    refused(prefetcher, Counting(), rank=4, world_size=5)  # it would have nothing to do
 
 
 def test_an_error_of_the_task_is_raised_in_the_step_that_needs_it() -> None:

@@ -55,15 +55,14 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process evaluates, logs and saves."""
+        """Whether this process logs and saves."""
         return self.rank == 0
 
-    def share(self, num_prompts: int) -> range:
-        """The prompts of a step that are this process's: equally many for each, in order."""
-        each, left_over = divmod(num_prompts, self.world_size)
-        if left_over:
-            raise ConfigError(f"--prompts-per-step must be a multiple of {self.world_size}")
-        return range(self.rank * each, (self.rank + 1) * each)
+    def share(self, number: int) -> range:
+        """This process's share of so many prompts; the first shares may have one more."""
+        each, left_over = divmod(number, self.world_size)
+        first = self.rank * each + min(self.rank, left_over)
+        return range(first, first + each + (self.rank < left_over))
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over processes, the same in all of them to the bit."""
@@ -84,35 +83,39 @@ class DistContext:
         return combined
 
     def gather(self, share: Tensor) -> Tensor:
-        """Concatenate equal shares in the order of ranks: `[P / world_size, ...]` -> `[P, ...]`."""
+        """Concatenate tensors of equal shapes in the order of ranks."""
         if self.world_size == 1:
             return share
         shares = [torch.empty_like(share) for _ in range(self.world_size)]
         dist.all_gather(shares, share.contiguous())
         return torch.cat(shares)
 
-    def on_main(self, function: Callable[[], T]) -> T:
-        """Run a function in the main process; return its result in all. If it fails, all raise."""
+    def on_all(self, function: Callable[[], T]) -> list[T]:
+        """Run a function in all processes; return the results by rank. If one fails, all raise."""
         if self.world_size == 1:
-            return function()
-        sent: list[Any] = [None, ""]  # the result, and what an error says
+            return [function()]
+        own: list[Any] = [None, ""]  # the result, and what an error says
+        everyone: list[Any] = [None] * self.world_size
         try:
-            if self.is_main:
-                sent[0] = function()
+            own[0] = function()
         except BaseException as error:
-            sent[1] = f"rank 0: {error_text(error)}"
+            own[1] = f"rank {self.rank}: {error_text(error)}"
             raise
         finally:
-            dist.broadcast_object_list(sent, group=self.patient)  # replaces the items elsewhere
-        result, error_said = sent
-        if error_said:
-            raise RunFailed(error_said)
-        return result
+            dist.all_gather_object(everyone, own, group=self.patient)
+        for _, error_said in everyone:
+            if error_said:
+                raise RunFailed(error_said)
+        return [result for result, _ in everyone]
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Run a function in the main process; return its result in all. If it fails, all raise."""
+        results: list[Any] = self.on_all(lambda: function() if self.is_main else None)
+        return results[0]
 
     def refuse_differences(self, values: Mapping[str, str]) -> None:
         """Raise ConfigError, in all of several processes, if two have another value of a name."""
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, dict(values), group=self.patient)
+        everyone = self.on_all(lambda: dict(values))
         for name in dict.fromkeys(chain(*everyone)):  # some may have files that others have not
             found = {values_of_one[name] for values_of_one in everyone if name in values_of_one}
             if len(found) > 1:

@@ -192,6 +192,8 @@ class ExamplePrefetcher:
         self.task = task
         self.prompts_per_step = prompts_per_step
         self.share = share  # the places in a step that belong to this process
+        if not share:
+            raise ConfigError("--prompts-per-step is below the number of processes")
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.futures: dict[int, Future[list[Example]]] = {}  # by step
 
