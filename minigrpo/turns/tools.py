@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, get_type_hints
+from functools import cached_property
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
@@ -44,15 +44,9 @@ class Tool:
         return cls(given.__name__, given)
 
     @cached_property
-    def typed(self) -> Callable[..., Any]:
-        """The function with annotations that are types, even if the file has texts."""
-
-        @wraps(self.function)
-        def call(*args: Any, **options: Any) -> Any:
-            return self.function(*args, **options)
-
-        call.__annotations__ = get_type_hints(self.function, include_extras=True)
-        return call
+    def checked(self) -> Callable[..., Any]:
+        """The function, which converts its arguments to the types of its annotations."""
+        return validate_call(self.function)
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -61,7 +55,7 @@ class Tool:
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
-            whole = TypeAdapter[Any](self.typed).json_schema()  # type: ignore[arg-type]
+            whole = TypeAdapter[Any](self.checked).json_schema()  # type: ignore[arg-type]
             properties = whole["properties"]  # a function without has arguments that have no names
         for name, argument in properties.items():
             argument.pop("title", None)
@@ -84,7 +78,7 @@ class Tool:
             if isinstance(value, str) and schema and "string" not in types:
                 with suppress(ValueError):
                     read[name] = json.loads(value)
-        return finished(validate_call(self.typed)(**read), timeout_s)
+        return finished(self.checked(**read), timeout_s)
 
 
 @dataclass(frozen=True)
