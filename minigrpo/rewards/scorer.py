@@ -156,12 +156,8 @@ class RewardScorer:
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
         """The task's rewards of texts, `[P, G]` each."""
-        pairs = batch.pairs(batch.distinct)
-        if self.workers > 1:
-            with ThreadPoolExecutor(self.workers) as pool:
-                answers = [*pool.map(self.task.score, *pairs)]
-        else:  # a thread would only cost time
-            answers = [*map(self.task.score, *pairs)]
+        with ThreadPoolExecutor(self.workers) as pool:
+            answers = [*pool.map(self.task.score, *batch.pairs(batch.distinct))]
         return {
             name: as_scores([answer[name] for answer in answers], len(answers)).select(batch.same)
             for name in self.text_rewards
