@@ -75,11 +75,10 @@ def grade(
     scorer: RewardScorer,
     examples: Sequence[Example],
     n: int = 0,
-    sampling: SamplingConfig = PLAIN,
 ) -> Graded:
     """Complete examples as `complete_examples` does, and score the texts."""
-    sampled = complete_examples(sampler, examples, n, sampling)
-    rewards = scorer.score(examples, sampled.texts, sampled.completions, sampling.temperature)
+    sampled = complete_examples(sampler, examples, n)
+    rewards = scorer.score(examples, sampled.texts, sampled.completions)
     return Graded(examples, sampled.texts, rewards, scorer.success)
 
 
