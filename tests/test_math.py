@@ -1,14 +1,17 @@
 """The math task: answers found and compared, files as published, and math-verify."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from minigrpo.runtime.calls import WorkerProcesses
 from minigrpo.tasks import math as math_task
-from minigrpo.tasks.math import BOXED, HASHES, Math, MathVerify, final_answer, truth_of
+from minigrpo.tasks.math import BOXED, HASHES, Math, final_answer, same_formula, truth_of
 from minigrpo.types import Example
 
 from .tiny import refused
@@ -52,15 +55,15 @@ DIFFERENT = [
 
 
 def test_numbers_are_compared_by_value_however_they_are_written() -> None:
-    def are_equal(one: str, other: str) -> set[bool]:
+    def same_formula(one: str, other: str) -> set[bool]:
         boxed = [f"\\boxed{{{number}}}" for number in (one, other)]
         return {is_right(*boxed), is_right(*reversed(boxed))}
 
     for first, *others in EQUAL:
         for other in others:
-            assert are_equal(first, other) == {True}, (first, other)
+            assert same_formula(first, other) == {True}, (first, other)
     for one, other in DIFFERENT:
-        assert are_equal(one, other) == {False}, (one, other)
+        assert same_formula(one, other) == {False}, (one, other)
 
 
 LINES = {  # what stands after ####, where 72 is right
@@ -200,20 +203,24 @@ def verify(truth, answer, timeout_seconds):
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package that has the name and the functions of math-verify."""
     file = tmp_path / "math_verify.py"
     file.write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    return file
+    workers = WorkerProcesses("minigrpo.tasks.math_verify_worker", "same")
+    monkeypatch.setattr(math_task, "workers", workers)
+    monkeypatch.setattr(math_task, "find_spec", find_spec)
+    same_formula.cache_clear()
+    yield file
+    same_formula.cache_clear()
 
 
 def test_the_library_runs_in_a_process_whose_time_and_memory_are_bounded(library: Path) -> None:
-    judge = MathVerify()
     texts = ["y", "huge", "memory", "exit", "print", "raise", "x"]
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda x: judge.same("x", x), texts)) == [x == "x" for x in texts]
-    process, pipe = judge.workers.idle.get()
+        assert list(pool.map(lambda x: same_formula("x", x), texts)) == [x == "x" for x in texts]
+    process, pipe = math_task.workers.idle.get()
     pipe.close()
     assert process.wait(5) == 0  # it ends with the run
 
@@ -221,18 +228,18 @@ def test_the_library_runs_in_a_process_whose_time_and_memory_are_bounded(library
 @pytest.mark.usefixtures("library")
 def test_numbers_are_compared_without_the_library_and_formulas_with_it() -> None:
     task = Math(0, [numbered(60)])
-    task.verifier = MathVerify()
+    same_formula.cache_clear()
     assert task.score(Example("?", "#### 1"), "#### 1.0")["correct"] == 1
     assert task.score(Example("?", "\\boxed{1}"), "\\boxed{2}")["correct"] == 0
-    assert not task.verifier.same.cache_info().currsize
+    assert not same_formula.cache_info().currsize
     for text, correct in (("x", 1), (" x ", 1), ("y", 0), ("x" * 2000, 0)):
         assert task.score(Example("?", "\\boxed{x}"), f"\\boxed{{{text}}}")["correct"] == correct
-    assert task.verifier.same.cache_info().currsize == 1  # y alone
+    assert same_formula.cache_info().currsize == 1  # y alone
 
 
 def test_a_library_that_cannot_be_imported_is_refused(library: Path) -> None:
     library.write_text("raise ImportError")
-    refused(MathVerify)
+    refused(Math, 0, [numbered(60)])
 
 
 PAIRS = [  # a true answer, another one, and whether it is right
@@ -249,7 +256,7 @@ PAIRS = [  # a true answer, another one, and whether it is right
 def test_math_verify_compares_formulas() -> None:
     pytest.importorskip("math_verify")
     task = Math(0, [[*numbered(60), MATH]])
-    assert task.verifier
+    assert task.has_verifier
     for truth, answer, correct in PAIRS:
         example = Example("?", f"\\boxed{{{truth}}}")
         assert task.score(example, f"\\boxed{{{answer}}}")["correct"] == correct, (truth, answer)

@@ -49,11 +49,11 @@ class Math(Rows):
         """With `chat`, prompts are messages of a user, not text that a base model continues."""
         self.chat = chat
         super().__init__(seed, data, eval_data, self._row)
-        self.verifier: MathVerify | None = None
-        if find_spec("math_verify"):
-            self.verifier = MathVerify()
-        else:
+        self.has_verifier = find_spec("math_verify") is not None
+        if not self.has_verifier:
             self.about += "; math-verify is not installed: formulas are compared as text"
+        elif not same_formula("1", "1"):
+            raise ConfigError("--task math: math-verify is installed, but does not work")
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         form, truth = truth_of(example.answer)
@@ -71,7 +71,7 @@ class Math(Rows):
         # if the true answer is a number, words after #### are not a formula
         if true_value is not None and (value is not None or form == HASHES):
             return value == true_value
-        return truth == answer or bool(self.verifier and self.verifier.same(truth, answer))
+        return truth == answer or (self.has_verifier and same_formula(truth, answer))
 
     def _row(self, record: Record) -> Row:
         question = text_field(record, QUESTIONS).strip()
@@ -168,20 +168,16 @@ def exact_value(text: str, form: str) -> Fraction | None:
     return Fraction(re.sub("[ ,]", "", number[1])) if number else None
 
 
-class MathVerify:
-    """Compares formulas in worker processes, which the system ends if they take too long."""
+# worker processes with math-verify, which the system ends if a comparison takes too long
+workers = WorkerProcesses(f"{__package__}.math_verify_worker", "same")
 
-    def __init__(self) -> None:
-        self.workers = WorkerProcesses(f"{__package__}.math_verify_worker", "same")
-        self.same = lru_cache(maxsize=1 << 14)(self._compare)  # a group has few distinct answers
-        if not self._compare("1", "1"):
-            raise ConfigError("--task math: math-verify is installed, but does not work")
 
-    def _compare(self, truth: str, answer: str) -> bool:
-        """Whether two formulas are equal; False if it takes too long or too much memory."""
-        try:
-            return bool(self.workers.call((truth, answer), PATIENCE_S))
-        except RunFailed:  # a user's file has changed
-            raise
-        except (RuntimeError, EOFError, OSError):  # a formula is unreadable, or the process ended
-            return False
+@lru_cache(maxsize=1 << 14)  # a group has few distinct answers
+def same_formula(truth: str, answer: str) -> bool:
+    """Whether math-verify finds two formulas equal, with little time and memory."""
+    try:
+        return bool(workers.call((truth, answer), PATIENCE_S))
+    except RunFailed:  # a user's file has changed
+        raise
+    except (RuntimeError, EOFError, OSError):  # a formula is unreadable, or the process ended
+        return False
