@@ -15,7 +15,7 @@ from .task import Task
 from .tasks.rows import read_rows
 from .turns.environments import EnvironmentSet
 from .types import ConfigError
-from .userfiles import load_name
+from .userfiles import load_name, name_of
 
 
 @dataclass(frozen=True)
@@ -94,4 +94,4 @@ def described(value: Any) -> str:
         return digest(value)
     if isinstance(value, list):
         return ",".join(f"{function.weight:g} x {function.name}" for function in value)
-    return getattr(value, "__name__", type(value).__name__)
+    return name_of(value)

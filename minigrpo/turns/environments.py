@@ -25,7 +25,7 @@ from ..text.chat import Message, extended
 from ..text.chat import Tool as Schema
 from ..text.tokenizer import Tokenizer
 from ..types import Completion, ConfigError, Example
-from ..userfiles import failure, load_name
+from ..userfiles import failure, load_name, name_of
 from .tools import TIMEOUT_S, CallForm, Result, Tool, calls_of, result_of
 
 # public methods that the model cannot call
@@ -50,7 +50,7 @@ class EnvironmentSpec:
     @classmethod
     def of(cls, given: Any, functions: Mapping[str, Tool]) -> "EnvironmentSpec":
         """The spec of a class, or of a callable that makes environments. Raises ConfigError."""
-        with refusing(f"environment {getattr(given, '__name__', given)!s:.80}"):
+        with refusing(f"environment {name_of(given)}"):
             shown = finished(given(), TIMEOUT_S)
             spec = cls(given, functions, shown, float(getattr(shown, "timeout_s", TIMEOUT_S)))
             spec.close(shown)
