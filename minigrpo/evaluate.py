@@ -115,12 +115,12 @@ def measure(
         except Stopped:
             return None
 
-    graded: list[tuple[Graded, Graded]] = []
+    pairs: list[tuple[Graded, Graded]] = []
     for share in dist.on_all(grade_own):
         if share is None:
             raise Stopped
-        graded += share
-    greedy, sampled = map(Graded.join, zip(*graded, strict=True))
+        pairs += share
+    greedy, sampled = map(Graded.join, zip(*pairs, strict=True))
     success = greedy.success
     measures = {"n": Estimate(float(len(examples)))}
 
