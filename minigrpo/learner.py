@@ -224,7 +224,7 @@ class Learner:
     def forward(self, micro_batch: RolloutBatch, entropy: Entropy) -> Predictions:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
         assert micro_batch.packed is not None  # by `prepare`
-        packing = Packing.of(micro_batch.packed, self.device)
+        packing = Packing(micro_batch.packed, self.device)
         with autocast(self.config.speed, self.device):
             return self.wrapped(packing, self.config.sampling.temperature, entropy)
 

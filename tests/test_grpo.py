@@ -75,7 +75,7 @@ def test_the_gradient_is_the_librarys(
         assert ratio.min() < 1 - grpo.CLIP
         assert ratio.max() > 1 + grpo.CLIP
 
-    packed = Packing.of(pack(completions))
+    packed = Packing(pack(completions))
     with torch.no_grad():
         batch = RolloutBatch(
             examples=[Example("", "")] * len(completions),

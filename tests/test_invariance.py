@@ -288,7 +288,7 @@ def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weig
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
     mask = batch.completions.completion_mask
     scale = weights(mask.double(), losses.LossNormalizer.of(mask, 96))
-    logp = model(Packing.of(pack(batch.completions))).logp
+    logp = model(Packing(pack(batch.completions))).logp
     (0.1 * scale * logp).sum().backward()
     expected = trained_gradients(model)
     spec = replace(losses.LOSSES["grpo"], surrogate=regularised, weights=weights)

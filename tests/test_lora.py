@@ -71,7 +71,7 @@ def frozen_models(model: Transformer, **settings: Any) -> FrozenModels:
 
 
 def gradient(model: Transformer, completions: Completions) -> list[Tensor]:
-    logp, _ = model(Packing.of(pack(completions)))
+    logp, _ = model(Packing(pack(completions)))
     weights = torch.arange(logp.numel(), dtype=torch.float64).view(logp.shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     return list(torch.autograd.grad((logp * weights).sum(), trained))
@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_full_training_by_the_chain_rule(model: Transfor
 
 @pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
 def test_the_reference_is_the_start_and_shares_its_base(model: Transformer, kept: bool) -> None:
-    packing = Packing.of(pack(make_completions(1)))
+    packing = Packing(pack(make_completions(1)))
     lora.add_adapters(model, rank=2, alpha=4)
     if kept:
         randomise(model)

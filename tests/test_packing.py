@@ -103,7 +103,7 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
         trained = model.for_training(checkpointing=chunked, compiled=False)
         for name in ("repeated", "prefix-tree"):
-            found = trained(Packing.of(pack(completions, name)), 0.7, "measured")
+            found = trained(Packing(pack(completions, name)), 0.7, "measured")
             assert_close(found.logp, expected, **CLOSE)
             assert_close(found.entropy, entropy, **CLOSE)
             assert not found.entropy.requires_grad
@@ -120,7 +120,7 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     # prefixes of at least one token; the last token of a completion predicts nothing
     run = {text[:n] for text in texts for n in range(2, len(text))}
     predicted = {text[:n] for text in texts for n in range(2, len(text) + 1)}
-    tree, plain = (Packing.of(pack(completions, name)) for name in ("prefix-tree", "repeated"))
+    tree, plain = (Packing(pack(completions, name)) for name in ("prefix-tree", "repeated"))
     assert len(tree.ids) == num_prompt + len(run)
     assert len(tree.targets) == len(predicted)
     every = sum(len(text) - 2 for text in texts)
@@ -153,7 +153,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, *rows: Any, window_size: Any, **_: A
 @pytest.mark.parametrize("window", [0, 1, 5])
 def test_rows_of_any_length_have_the_attention_of_padded_ones(name: str, window: int) -> None:
     for seed in range(10):
-        packing = Packing.of(pack(make_completions(seed, prompts=3), name))
+        packing = Packing(pack(make_completions(seed, prompts=3), name))
         draw = torch.Generator().manual_seed(seed)
         q, k, v = (
             torch.randn(len(packing.ids), heads, 8, generator=draw, dtype=torch.float64)
@@ -162,8 +162,8 @@ def test_rows_of_any_length_have_the_attention_of_padded_ones(name: str, window:
         for x in (q, k, v):
             x.requires_grad_()
         slopes = torch.randn(q.shape, generator=draw, dtype=torch.float64)
-        padded = packing.padded_rows().attend(q, k, v, window)
-        found = packing.varying_rows().attend(q, k, v, window, varlen)
+        padded = packing.padded_rows.attend(q, k, v, window)
+        found = packing.varying_rows.attend(q, k, v, window, varlen)
         assert_close(found, padded, rtol=0, atol=1e-12)
         expected, gradients = (
             torch.autograd.grad((x * slopes).sum(), (q, k, v)) for x in (padded, found)
@@ -175,8 +175,8 @@ def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
     """One completion of 40 tokens beside 20 of 5, and 21 of equal lengths."""
     for lengths, sizes in (([40] + [5] * 20, [1, 20]), ([30] * 21, [21])):
         rows = [[number] * length for number, length in enumerate(lengths)]
-        packing = Packing.of(pack(to_completions([[1, 2]], [rows])))
-        assert [len(part.queries) for part in packing.padded_rows().added] == sizes
+        packing = Packing(pack(to_completions([[1, 2]], [rows])))
+        assert [len(part.queries) for part in packing.padded_rows.added] == sizes
 
 
 def test_gradients_of_shared_tokens_add_up_in_float32() -> None:

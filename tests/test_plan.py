@@ -172,7 +172,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     add_adapters(base, config.model.lora_rank)
     model = base.for_training(checkpointing=config.memory.gradient_checkpointing, compiled=False)
     completions = made_up(shape, 3, group=6, prompt=30, length=40)
-    packing = Packing.of(pack(completions, config.speed.packing))
+    packing = Packing(pack(completions, config.speed.packing))
 
     def update() -> None:
         logp, _ = model(packing)

@@ -58,7 +58,7 @@ def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -
 def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
     batch = trainer.batches.batch(0)
-    repeated = Packing.of(pack(batch.completions, "repeated"))
+    repeated = Packing(pack(batch.completions, "repeated"))
     for temperature, same in ((0.6, True), (1.0, False)):
         expected, _ = trainer.reference.model(repeated, temperature)
         assert torch.allclose(batch.reference_logp, expected, rtol=1e-9, atol=1e-11) == same

@@ -207,7 +207,7 @@ def test_sampler_log_probs_are_the_training_forwards_in_float32(device: str) -> 
         prompts_at_once=4,
     )
     for name in ("repeated", "prefix-tree"):
-        logp, _ = model(Packing.of(pack(sampled.to("cpu"), name), device), 0.8)
+        logp, _ = model(Packing(pack(sampled.to("cpu"), name), device), 0.8)
         assert_close(logp, sampled.sampler_logp, rtol=0, atol=1e-5)
     kept = sampled.log_kept_mass[sampled.completion_mask]
     assert -3 < kept.min() < kept.max() < 0

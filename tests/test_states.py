@@ -105,7 +105,7 @@ def test_a_tree_of_any_shape_computes_what_its_rows_do(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(delta, "CHUNK", chunk)
         for name in ("prefix-tree", "repeated"):
-            logp, _ = model(Packing.of(pack(completions, name)))
+            logp, _ = model(Packing(pack(completions, name)))
             weights = torch.arange(logp.numel()).view(logp.shape).cos()
             gradients = torch.autograd.grad((logp * weights).sum(), [*model.parameters()])
             results.append((logp, gradients))

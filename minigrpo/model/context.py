@@ -11,12 +11,10 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import PackedPrompt
 from .delta import Needs
 from .logprobs import at_least_fp32
 
@@ -163,9 +161,6 @@ def make_mask(
     return mask[..., :num_keys]
 
 
-Upload = Callable[[np.ndarray], Tensor]  # to the device of a packing
-
-
 @dataclass(frozen=True)
 class VaryingRows:
     """Rows of any length, for FlashAttention (Dao, arXiv 2307.08691): no padding, no masks.
@@ -200,20 +195,6 @@ class VaryingRows:
             window_size=(before, 0),
             enable_gqa=True,
         )
-
-
-def varying_rows(joined: PackedPrompt, upload: Upload) -> VaryingRows:
-    rows = [(row, row) for row in joined.causal_rows]
-    rows += [(row.queries, row.keys) for row in joined.added_rows]
-    rows.sort(key=lambda row: row[0][0])  # in the order of the packed tokens
-    lengths = np.array([[len(queries), len(keys)] for queries, keys in rows])
-    starts = np.pad(lengths.cumsum(axis=0, dtype=np.int32), ((1, 0), (0, 0)))
-    return VaryingRows(
-        query_starts=upload(starts[:, 0]),
-        keys=upload(np.concatenate([keys for _, keys in rows])),
-        key_starts=upload(starts[:, 1]),
-        longest=tuple(lengths.max(axis=0).tolist()),
-    )
 
 
 def varying_attention(q: Tensor) -> Callable[..., Any] | None:

@@ -69,7 +69,7 @@ class FrozenModel:
         def in_micro_batches(size: int) -> Tensor:
             logps = []
             for start in range(0, len(prompts), size):
-                packing = Packing.of(prompts[start : start + size], self.device)
+                packing = Packing(prompts[start : start + size], self.device)
                 with self.autocast():
                     predictions = functional_call(self.model, weights, (packing, temperature))
                 logps.append(predictions.logp.cpu())

@@ -2,13 +2,13 @@
 
 `prefix-tree` runs each prompt once, and each distinct prefix of its group's completions once.
 `repeated`, the reference, runs each completion with its own copy of the prompt. `pack` runs once
-per step, on the host; `Packing.of` joins the prompts of a micro-batch. docs/grpo.md has a worked
+per step, on the host; `Packing` joins the prompts of a micro-batch. docs/grpo.md has a worked
 example.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
-    Upload,
     VaryingRows,
     attend_in_rows,
     make_mask,
@@ -27,7 +26,6 @@ from .context import (
     take_previous,
     take_rows,
     varying_attention,
-    varying_rows,
 )
 from .logprobs import at_least_fp32
 
@@ -83,87 +81,87 @@ class StateRows:
     places: Tensor  # [N] place of each packed token in the flattened causal rows and these
 
 
-@dataclass(frozen=True)
 class Packing(Context):
     """The packed tokens of a micro-batch."""
 
-    ids: Tensor  # [N] int64, the packed tokens
-    positions: Tensor  # [N] int64, the position of each in its own text
-    sources: Tensor  # [M] packed tokens whose next token is predicted
-    targets: Tensor  # [M] that next token
-    index: Tensor  # [P, G, S] into the M predictions; 0 where no token was sampled
-    mask: Tensor  # [P, G, S] bool
-    # What layers read, made when the first one asks for it.
-    padded_rows: Callable[[], PaddedRows]
-    varying_rows: Callable[[], VaryingRows]
-    state_rows: Callable[[], StateRows]
+    def __init__(self, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> None:
+        """Join packed prompts, such as those of a micro-batch, on a device."""
+        self.joined = joined = join(prompts)
+        self.upload = upload = partial(to_device, device=torch.device(device))
+        sources = joined.sources
+        targets = joined.targets
+        if len(sources) == 0:  # all completions are empty, and `index` needs a valid entry
+            sources = targets = np.array([0])
+        self.ids = upload(joined.ids)  # [N] int64, the packed tokens
+        self.positions = upload(joined.positions)  # [N] int64, of each in its own text
+        self.sources = upload(sources)  # [M] packed tokens whose next token is predicted
+        self.targets = upload(targets)  # [M] that next token
+        self.index = upload(joined.index)  # [P, G, S] into the M predictions, see `PackedPrompt`
+        self.mask = upload(joined.mask)  # [P, G, S] bool, where a token was sampled
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attention = varying_attention(q)
         if attention is None:
-            return self.padded_rows().attend(q, k, v, window)
-        return self.varying_rows().attend(q, k, v, window, attention)
+            return self.padded_rows.attend(q, k, v, window)
+        return self.varying_rows.attend(q, k, v, window, attention)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32
-        return take_previous(at_least_fp32(inputs), self.state_rows().parents, number)
+        return take_previous(at_least_fp32(inputs), self.state_rows.parents, number)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         """Run a scan along each prompt, and from its end along each completion."""
         run = partial(scan_rows, scan, inputs=at_least_fp32(inputs), positions=self.positions)
-        own = self.state_rows()
+        own = self.state_rows
         of_prompts, states = run(states=None, rows=own.causal)
         states = states.index_select(0, own.prompts)
         of_completions, _ = run(states=states, rows=own.rows, needs="outputs")
         outputs = torch.cat([of_prompts.flatten(0, 1), of_completions.flatten(0, 1)])
         return outputs.index_select(0, own.places)
 
-    @classmethod
-    def of(cls, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> "Packing":
-        """Join packed prompts, such as those of a micro-batch, on a device."""
-        joined = join(prompts)
-        upload = partial(to_device, device=torch.device(device))
-        sources = joined.sources
-        targets = joined.targets
-        if len(sources) == 0:  # all completions are empty, and `index` needs a valid entry
-            sources = targets = np.array([0])
-        return cls(
-            ids=upload(joined.ids),
-            positions=upload(joined.positions),
-            sources=upload(sources),
-            targets=upload(targets),
-            index=upload(joined.index),
-            mask=upload(joined.mask),
-            padded_rows=cache(partial(padded_rows, joined, upload)),
-            varying_rows=cache(partial(varying_rows, joined, upload)),
-            state_rows=cache(partial(state_rows, joined, upload)),
+    @cached_property
+    def padded_rows(self) -> PaddedRows:
+        joined = self.joined
+        upload = self.upload
+        padded_queries = [_padded(joined.causal_rows)]
+        sets: list[CompletionRows] = []
+        for rows in _split_by_length(joined.added_rows):
+            queries = _padded([row.queries for row in rows])
+            keys = _padded([row.keys for row in rows])
+            last = joined.positions[queries]
+            sets.append(CompletionRows(upload(queries), upload(keys), upload(last)))
+            padded_queries.append(queries)
+        unpad = _first_places(padded_queries)
+        return PaddedRows(upload(padded_queries[0]), sets, upload(unpad))
+
+    @cached_property
+    def varying_rows(self) -> VaryingRows:
+        joined = self.joined
+        rows = [(row, row) for row in joined.causal_rows]
+        rows += [(row.queries, row.keys) for row in joined.added_rows]
+        rows.sort(key=lambda row: row[0][0])  # in the order of the packed tokens
+        lengths = np.array([[len(queries), len(keys)] for queries, keys in rows])
+        starts = np.pad(lengths.cumsum(axis=0, dtype=np.int32), ((1, 0), (0, 0)))
+        return VaryingRows(
+            query_starts=self.upload(starts[:, 0]),
+            keys=self.upload(np.concatenate([keys for _, keys in rows])),
+            key_starts=self.upload(starts[:, 1]),
+            longest=tuple(lengths.max(axis=0).tolist()),
         )
 
-
-def padded_rows(joined: PackedPrompt, upload: Upload) -> PaddedRows:
-    padded_queries = [_padded(joined.causal_rows)]
-    sets: list[CompletionRows] = []
-    for rows in _split_by_length(joined.added_rows):
-        queries = _padded([row.queries for row in rows])
-        keys = _padded([row.keys for row in rows])
-        last = joined.positions[queries]
-        sets.append(CompletionRows(upload(queries), upload(keys), upload(last)))
-        padded_queries.append(queries)
-    unpad = _first_places(padded_queries)
-    return PaddedRows(upload(padded_queries[0]), sets, upload(unpad))
-
-
-def state_rows(joined: PackedPrompt, upload: Upload) -> StateRows:
-    causal = _padded(joined.causal_rows)
-    added = joined.added_rows
-    rows = _padded([row.keys[len(joined.causal_rows[row.prompt]) :] for row in added])
-    return StateRows(
-        parents=upload(joined.parents),
-        causal=upload(causal),
-        rows=upload(rows),
-        prompts=upload(np.array([row.prompt for row in added], dtype=np.int64)),
-        places=upload(_first_places([causal, rows])),
-    )
+    @cached_property
+    def state_rows(self) -> StateRows:
+        joined = self.joined
+        causal = _padded(joined.causal_rows)
+        added = joined.added_rows
+        rows = _padded([row.keys[len(joined.causal_rows[row.prompt]) :] for row in added])
+        return StateRows(
+            parents=self.upload(joined.parents),
+            causal=self.upload(causal),
+            rows=self.upload(rows),
+            prompts=self.upload(np.array([row.prompt for row in added], dtype=np.int64)),
+            places=self.upload(_first_places([causal, rows])),
+        )
 
 
 def join(prompts: Sequence[PackedPrompt]) -> PackedPrompt:
