@@ -11,12 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minigrpo import Config, Transformer, memory
-from minigrpo.memory import components_of, fit_to_memory, peak_of
+from minigrpo.memory import MIB, components_of, fit_to_memory, peak_of
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.source import ModelSource
-from minigrpo.tools.plan import CUDA_CONTEXT, MIB
+from minigrpo.tools.plan import CUDA_CONTEXT
 from minigrpo.types import Completions, ConfigError
 
 from . import tiny

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 
-from ..build import Job, make_tokenizer, resolve
+from ..build import Job, resolve
 from ..config import read_flags, settle
 from ..given import Given
-from ..memory import components_of, fit_to_memory, mean_prompt, peak_of, sizes_of
+from ..memory import MIB, components_of, fit_to_memory, mean_prompt, peak_of, sizes_of
+from ..model.shape import ModelShape
 from ..model.source import ModelSource
-from ..model.transformer import ModelShape
 from ..run.console import Console
 from ..settings import SCRATCH
 
-MIB = 2**20
 CUDA_CONTEXT = 2**29  # bytes that CUDA itself takes of a card
 
 
@@ -36,10 +35,7 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     else:
         job = Job.of(resolve(config), Given())
         prompt = mean_prompt(job.tokenizer, job.task)
-    if source.name == SCRATCH:
-        shape = ModelShape(make_tokenizer(resolve(config)).n_vocab)
-    else:
-        shape = source.shape
+    shape = ModelShape(job.tokenizer.n_vocab) if source.name == SCRATCH else source.shape
     console = Console()
     if why:
         console.say(why)
