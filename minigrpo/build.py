@@ -82,7 +82,12 @@ def _task_of(config: Config, given: Given) -> dict[str, Any]:
 def make_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer named by --tokenizer, with --chat-template, --chat-args and --system."""
     model = config.model
-    return load_tokenizer(model.tokenizer, model.chat_template, config.task.system, model.chat_args)
+    return load_tokenizer(
+        model.tokenizer,
+        model.chat_template,
+        config.task.system,
+        model.chat_args,
+    )
 
 
 @dataclass(frozen=True)

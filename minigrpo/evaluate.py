@@ -111,7 +111,8 @@ def measure(
                 if not own:
                     return []
                 greedy = grade(sampler, scorer, own)
-                return [(greedy, grade(sampler, scorer, own, run.eval_samples))]
+                sampled = grade(sampler, scorer, own, run.eval_samples)
+                return [(greedy, sampled)]
         except Stopped:
             return None
 

@@ -88,7 +88,8 @@ def clipped(x: LossInputs) -> Term:
     """-min(r A, clip(r) A) (PPO, arXiv 1707.06347). `cap` bounds the first r (2505.07291)."""
     ratio = x.ratio
     adv = x.advantages
-    low, high = 1 - x.clip.low, 1 + x.clip.high
+    low = 1 - x.clip.low
+    high = 1 + x.clip.high
     capped = ratio if x.clip.cap is None else ratio.clamp(max=x.clip.cap)
     term = -torch.minimum(capped * adv, ratio.clamp(low, high) * adv)
     hits = {

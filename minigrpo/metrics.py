@@ -66,10 +66,10 @@ class Graded:
     def join(cls, shares: "Sequence[Graded]") -> "Graded":
         """The examples of several processes, in their order."""
         return cls(
-            [example for share in shares for example in share.examples],
-            [group for share in shares for group in share.texts],
-            RewardTable.join([share.rewards for share in shares]),
-            shares[0].success,
+            examples=[example for share in shares for example in share.examples],
+            texts=[group for share in shares for group in share.texts],
+            rewards=RewardTable.join([share.rewards for share in shares]),
+            success=shares[0].success,
         )
 
     @property

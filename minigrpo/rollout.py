@@ -130,4 +130,5 @@ class RolloutBatches:
         shares = self.dist.on_all(lambda: total)
         everyone = advantages(torch.cat(shares), estimator=self.loss.estimator, scale=scale)
         lengths = [len(share) for share in shares]
-        return everyone.float().split(lengths)[self.dist.rank]
+        own = everyone.split(lengths)[self.dist.rank]
+        return own.float()

@@ -86,8 +86,10 @@ class Packing(Context):
 
     def __init__(self, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> None:
         """Join packed prompts, such as those of a micro-batch, on a device."""
-        self.joined = joined = join(prompts)
-        self.upload = upload = partial(to_device, device=torch.device(device))
+        joined = join(prompts)
+        upload = partial(to_device, device=torch.device(device))
+        self.joined = joined
+        self.upload = upload
         sources = joined.sources
         targets = joined.targets
         if len(sources) == 0:  # all completions are empty, and `index` needs a valid entry
