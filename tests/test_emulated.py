@@ -2,7 +2,7 @@
 
     python -m tests.test_emulated FOLDER [NAME ..]      with emulated.cpp preloaded
 
-prints a line of JSON for each. Left out: --cuda-graphs, for which test_graphs.py has a tape, and
+prints a line of JSON for each. With --cuda-graphs, rounds run again kernel by kernel. Left out:
 --compile-model, which would compile for a real device.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from minigrpo import Config, Trainer
 from minigrpo.learner import Learner
 from minigrpo.model.shape import AttentionShape, ModelShape, Rope
 from minigrpo.model.transformer import Transformer
+from minigrpo.sampling import sampler
 from minigrpo.sampling.generate import Generation
 
 from .emulated import EmulatedDevice, emulated
@@ -61,6 +62,8 @@ OPTIONS = {
     "amp-lora": {"use_amp": True, "lora_rank": 2, "base_dtype": "bfloat16", "model": "CHAT"},
     "amp-nf4": {"use_amp": True, "lora_rank": 2, "base_dtype": "nf4", "micro_batch_size": 2},
     "float16": {"use_amp": True, "amp_dtype": "float16", "offload_optimizer": True},
+    "graphs": {"cuda_graphs": True, "rollout_batch_size": 2},
+    "graphs-states": {"cuda_graphs": True, "model": "HYBRID", "num_speculative_tokens": 0},
     "many-layers": {"model": "QWEN", "use_amp": True, "kl_coef": 0, "num_speculative_tokens": 0},
 }
 TASKS = {
@@ -187,8 +190,14 @@ def compare(
 def check(name: str, folder: Path) -> None:
     """No mixed devices, the CPU's numbers, and no more work for the host than is written down."""
     given = settings(name, folder)
+
+    def capture(run_round: Callable[[], None]) -> Callable[[], None]:
+        run_round()
+        return run_round
+
     with (
         emulated() as device,
+        patch.object(sampler, "capturing", lambda: capture),
         counting(device, Generation, "_round") as in_round,
         counting(device, Generation, "_update") as between_rounds,
         counting(device, Learner, "learn") as in_update,
