@@ -234,7 +234,7 @@ class Card:
         for number in range(3):
             seconds, _ = self.seconds_of(partial(step.learner.learn, batch, number))
         components = components_of(step.config, step.model.shape, self.prompt_len)
-        return {"s": seconds, "planned_mib": peak_of(components, keeps=False) / 2**20}
+        return {"s": seconds, "planned_mib": peak_of(components) / 2**20}
 
     def scan(self) -> dict[str, float]:
         """The recurrence of a layer of Qwen3.5-0.8B along all completions, and its solve alone."""

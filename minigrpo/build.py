@@ -1,7 +1,4 @@
-"""Builds the objects of a run, each from those before it, and checks its examples: see `Trainer`.
-
-Raises ConfigError.
-"""
+"""Builds the objects of a run, each from those before it: see `Trainer`. Raises ConfigError."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,12 +6,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import torch
+
 from .config import Config
 from .evaluate import held_out_examples
 from .given import Given
 from .guard import OOMBackoff
 from .identity import digest, record_checksum
-from .memory import fit_to_memory, mean_prompt, sizes_of
+from .memory import NUM_KINDS, fit_to_memory, mean_prompt, sizes_of
 from .model import lora
 from .model.frozen_model import FrozenModel, InferenceCopy, with_context
 from .model.source import ModelSource, fit_vocab
@@ -22,7 +21,7 @@ from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
 from .rewards.scorer import RewardScorer
 from .run.console import Console
-from .runtime.device import autocast, available_bytes, product_dtype
+from .runtime.device import autocast, product_dtype
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .task import Task
@@ -121,15 +120,17 @@ class Job:
         return cls(config, tokenizer, task, environments, given.reward_functions(config))
 
 
-def fit_to_device(job: Job, model: Transformer, processes: int, console: Console) -> Config:
-    """The job's config, on CUDA with the batch sizes that fit the free memory."""
+def fit_to_device(
+    job: Job, model: Transformer, processes: int, console: Console
+) -> tuple[Config, int]:
+    """What `fit_to_memory` makes of the job's config and the free memory on CUDA."""
     if model.device.type != "cuda":
-        return job.config
+        return job.config, NUM_KINDS
     prompt = mean_prompt(job.tokenizer, job.task)
-    available = available_bytes(model.device)
-    fitted = fit_to_memory(job.config, model.shape, prompt, available, processes)
+    available = torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
+    fitted, num_kept = fit_to_memory(job.config, model.shape, prompt, available, processes)
     console.say(f"batch sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")
-    return fitted
+    return fitted, num_kept
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def make_scorer(job: Job, frozen_models: FrozenModels, warn: Warn) -> RewardScor
     return scorer
 
 
-def make_sampler(job: Job, model: Transformer, warn: Warn) -> Sampler:
+def make_sampler(job: Job, model: Transformer, warn: Warn, num_kept: int = NUM_KINDS) -> Sampler:
     """The model, ready to sample from, for the examples of the task."""
     dialogues = None  # each completion is a single turn
     if job.environments is not None:
@@ -228,6 +229,7 @@ def make_sampler(job: Job, model: Transformer, warn: Warn) -> Sampler:
         warn=warn,
         speculate=job.task.speculate,
         dialogues=dialogues,
+        num_kept=num_kept,
     )
 
 

@@ -22,6 +22,7 @@ from .text.chat import Message
 from .types import Completion, Example
 
 PLAIN = SamplingConfig()  # samples from the model's own distribution
+ALONE = DistContext()
 BATCH = 256  # completions decoded together, unless --rollout-batch-size bounds them
 
 
@@ -42,9 +43,7 @@ def complete_examples(
         longest = config.sampling.max_new_tokens
         numbers = uniforms(config.run.seed, "evaluate", 0, indices, n, longest)
     num_samples = max(1, n)
-    size = config.memory.rollout_batch_size
-    has_bound = 0 < size < config.sampling.prompts_per_step
-    most = size * config.sampling.group_size if has_bound else BATCH
+    most = config.memory.rollout_batch_size * config.sampling.group_size or BATCH
     return sampler.complete(
         examples,
         num_samples=num_samples,
@@ -92,15 +91,14 @@ class Evaluation:
 def measure(
     sampler: Sampler,
     scorer: RewardScorer,
-    dist: DistContext | None = None,
+    dist: DistContext = ALONE,
     breaking_off: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Evaluation:
     """Score the first --eval-size held-out examples, or all if there are fewer.
 
-    Each process scores a share, `breaking_off` when it is asked to stop: all then raise Stopped. A
-    measure that no example has is left out. Only the headline is always there, perhaps as NaN.
+    Each process scores a share, `breaking_off` when it is asked to stop: all then raise Stopped.
+    Measures that no example has are left out, except the headline, which may be NaN.
     """
-    dist = dist or DistContext()
     run = sampler.config.run
     examples = held_out_examples(scorer.task, run.eval_size)
     own = [examples[number] for number in dist.share(len(examples))]

@@ -104,7 +104,7 @@ class OOMBackoff:
                 if size == 1 and not has_released:
                     raise
             # outside the handler, whose traceback would keep tensors alive
-            now = "nothing is kept between rollouts"
+            now = "what rollouts had kept is freed"
             if not has_released:
                 self.size = size // 2
                 now = f"{self.size} prompts at a time ({self.flag})"

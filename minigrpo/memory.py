@@ -34,6 +34,7 @@ FLOAT = 4  # bytes of a number in float32
 LOW = 2  # and under --use-amp
 IN_UPDATE = ("gradients", "casts of weights", "activations", "logits")  # components
 IN_ROLLOUT = ("sampler's copy", "KV cache", "states", "decoding round")
+NUM_KINDS = 3  # of generations: of rollouts, and of greedy and sampled evaluations
 CARD_SPARE = 2**29  # bytes for gaps between allocations
 
 
@@ -186,12 +187,14 @@ def frozen_bytes(config: Config, trained: Transformer, name: str | None) -> int:
     return sum(x.nbytes for x in frozen.parameters())
 
 
-def peak_of(components: Mapping[str, float], *, keeps: bool) -> float:
-    """The most bytes at once: in rollout or update, or in both if the sampler `keeps` its own."""
+def peak_of(components: Mapping[str, float], num_kept: int = 0) -> float:
+    """The most bytes at once, if what `num_kept` generations need stays between rollouts."""
     rollout = sum(components.get(part, 0) for part in IN_ROLLOUT)
     update = sum(components[part] for part in IN_UPDATE)
-    at_another_time = 0.0 if keeps else min(rollout, update)
-    return CARD_SPARE + sum(components.values()) - at_another_time
+    more = -min(rollout, update)
+    if num_kept:
+        more = (num_kept - 1) * (rollout - components["sampler's copy"])
+    return CARD_SPARE + sum(components.values()) + more
 
 
 def mean_prompt(tokenizer: Tokenizer, task: Task) -> float:
@@ -205,10 +208,10 @@ def fit_to_memory(
     prompt: float,
     available: float,
     processes: int = 1,
-) -> Config:
+) -> tuple[Config, int]:
     """Set batch sizes of 0 to the largest of the halves that fit a card's `available` bytes.
 
-    Blocks are recomputed (--gradient-checkpointing) only if no prompt fits otherwise.
+    Blocks are recomputed only if no prompt fits otherwise. Returns `Sampler.num_kept` too.
     """
     memory = config.memory
     sizes = [-(-config.sampling.prompts_per_step // processes)]  # of a process, and its halves
@@ -216,29 +219,26 @@ def fit_to_memory(
         sizes.append(sizes[-1] // 2)
     rollout_sizes = [memory.rollout_batch_size] if memory.rollout_batch_size else sizes
     update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else sizes
-
     weights = weights_of(config, shape)
     smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
 
-    def fits(config: Config, **sizes: Any) -> bool:
+    def fits(num_kept: int, config: Config, **sizes: Any) -> bool:
         components = weights | work_of(config.replace(**sizes), shape, prompt)
-        return peak_of(components, keeps=keeps) <= available
+        return peak_of(components, num_kept) <= available
 
-    # 1. The rollout. If nothing fits beside what it keeps, that is released when memory runs out.
-    keeps = config.speed.cuda_graphs
-    keeps = keeps and fits(config, rollout_batch_size=rollout_sizes[-1], **smallest)
+    num_kept = int(config.speed.cuda_graphs and not config.supervised)
+    if not fits(num_kept, config, rollout_batch_size=rollout_sizes[-1], **smallest):
+        num_kept = 0
     for size in rollout_sizes:
-        if fits(config, rollout_batch_size=size, **smallest):
+        if fits(num_kept, config, rollout_batch_size=size, **smallest):
             break
     config = config.replace(rollout_batch_size=size)
-
-    # 2. The update.
     for recomputes in sorted({memory.gradient_checkpointing, True}):
         for size in update_sizes:
             config = config.replace(micro_batch_size=size, gradient_checkpointing=recomputes)
-            if fits(config):
-                return config
-    return config
+            if fits(num_kept, config):
+                return config, NUM_KINDS if num_kept and fits(NUM_KINDS, config) else num_kept
+    return config, 0
 
 
 def sizes_of(config: Config) -> str:

@@ -130,5 +130,4 @@ class RolloutBatches:
         shares = self.dist.on_all(lambda: total)
         everyone = advantages(torch.cat(shares), estimator=self.loss.estimator, scale=scale)
         lengths = [len(share) for share in shares]
-        own = everyone.split(lengths)[self.dist.rank]
-        return own.float()
+        return everyone.split(lengths)[self.dist.rank].float()

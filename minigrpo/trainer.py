@@ -77,7 +77,7 @@ class Trainer:
         self.model = model.to(self.device)
         # The run's folder keeps sizes of 0, because a resume may be on another GPU.
         fitted = build.fit_to_device(job, self.model, dist.world_size, console)
-        self.config = dist.on_main(lambda: fitted)
+        self.config, num_kept = dist.on_main(lambda: fitted)
         self.job = job = replace(job, config=self.config)
         frozen = build.FrozenModels(job, self.model, console, checksums, config.model.name)
         self.scorer = build.make_scorer(job, frozen, console.warn)
@@ -90,7 +90,7 @@ class Trainer:
         self.learner = Learner(
             self.config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
         )
-        self.sampler = build.make_sampler(job, self.model, console.warn)
+        self.sampler = build.make_sampler(job, self.model, console.warn, num_kept)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.

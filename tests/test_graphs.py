@@ -216,7 +216,7 @@ def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
     sampler = make_sampler(use_amp=use_amp)
     sampler.model.float()
     sampler.has_graphs = True
-    sampler.keeps = True
+    sampler.num_kept = 3
 
     def of_step() -> tuple[int, int]:
         """Captures of a step; the completions are those of a sampler that keeps nothing."""
@@ -241,6 +241,13 @@ def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
     )
     assert len(sampler.generations) == 2
     assert training in sampler.generations.values()
+    # memory that runs out in sampling frees what does not run, and changes nothing else
+    assert sampler.backoffs[1].release()
+    assert not sampler.generations
+    sampler.num_kept = 1  # of rollouts alone
+    for sampling, number in ((SamplingConfig(), 0), (sampler.config.sampling, 1)):
+        sampler.complete(EXAMPLES, num_samples=1, uniforms=None, sampling=sampling, batch_size=0)
+        assert len(sampler.generations) == number
     assert sampler.release()
     assert not sampler.release()
     assert of_step()[0] > 0

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minigrpo import Config, Transformer, memory
-from minigrpo.memory import MIB, components_of, fit_to_memory, peak_of
+from minigrpo.memory import MIB, NUM_KINDS, components_of, fit_to_memory, peak_of
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
@@ -131,12 +131,12 @@ def test_adapters_on_qwen2_5_7b_fit_24_gb_and_not_12() -> None:
     )
     parts = components_of(config, QWEN_7B, prompt=256)
     assert 2 * 7_615_616_512 < parts["weights"] < 2.03 * 7_615_616_512
-    assert 12 * 1024 < (peak_of(parts, keeps=False) + CUDA_CONTEXT) / MIB < 24 * 1024
+    assert 12 * 1024 < (peak_of(parts) + CUDA_CONTEXT) / MIB < 24 * 1024
     assert bytes_of(job(), QWEN_7B)["weights"] == 4 * 7_615_616_512
     coded = components_of(config.replace(base_dtype="nf4"), QWEN_7B, prompt=256)
     saved = (2 - 34 / 64) * 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)  # bytes, of the layers
     assert parts["weights"] - coded["weights"] == saved
-    assert (peak_of(coded, keeps=False) + CUDA_CONTEXT) / MIB < 12 * 1024
+    assert (peak_of(coded) + CUDA_CONTEXT) / MIB < 12 * 1024
 
 
 def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: int) -> Completions:
@@ -191,8 +191,8 @@ def test_sizes_grow_with_a_card_and_fit_it(shape: ModelShape, settings: dict[str
     config = job(**settings, prompts_per_step=6, group_size=4, max_new_tokens=2000)
     chosen = []
     for available in (2**29, 2**31, 2**32, 2**35, 2**38):
-        fitted = fit_to_memory(config, shape, 1000.0, available)
-        peak = peak_of(components_of(fitted, shape, 1000.0), keeps=fitted.speed.cuda_graphs)
+        fitted, num_kept = fit_to_memory(config, shape, 1000.0, available)
+        peak = peak_of(components_of(fitted, shape, 1000.0), num_kept)
         memory = fitted.memory
         assert peak <= available or (memory.micro_batch_size == 1 and memory.gradient_checkpointing)
         chosen.append(
@@ -203,8 +203,9 @@ def test_sizes_grow_with_a_card_and_fit_it(shape: ModelShape, settings: dict[str
             )
         )
         given = config.replace(micro_batch_size=3, rollout_batch_size=3)
-        kept = fit_to_memory(given, shape, 1000.0, available).memory
-        assert kept.micro_batch_size == 3
+        kept, _ = fit_to_memory(given, shape, 1000.0, available)
+        assert kept.memory.micro_batch_size == 3
     assert chosen == sorted(chosen)
     assert chosen[0][:2] == (False, 1)
     assert chosen[-1][:2] == (True, 6)
+    assert num_kept == (NUM_KINDS if config.speed.cuda_graphs else 0)

@@ -163,12 +163,9 @@ def make_mask(
 
 @dataclass(frozen=True)
 class VaryingRows:
-    """Rows of any length, for FlashAttention (Dao, arXiv 2307.08691): no padding, no masks.
+    """C rows of any length for FlashAttention (Dao, arXiv 2307.08691), without padding or masks."""
 
-    The packed tokens in their order are the queries of C rows, one row after another.
-    """
-
-    query_starts: Tensor  # [C + 1] int32, where the queries of each row begin
+    query_starts: Tensor  # [C + 1] int32, where each row begins among the packed tokens
     keys: Tensor  # [L] places of the packed tokens that each row attends to, row after row
     key_starts: Tensor  # [C + 1] int32, where those of each row begin
     longest: tuple[int, int]  # the most queries and keys of a row

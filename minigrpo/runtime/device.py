@@ -87,11 +87,6 @@ def memory_mib(device: torch.device) -> dict[str, float]:
     return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 
-def available_bytes(device: torch.device) -> int:
-    """The memory of a CUDA device that this process has or could have."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
 def profiler(run: RunConfig, folder: Path, is_main: bool) -> torch.profiler.profile:
     """--profile: a trace of the 4th to 6th step of the main process, in the run's folder."""
     begin = 0 if run.profile and is_main else sys.maxsize

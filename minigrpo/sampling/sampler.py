@@ -44,6 +44,7 @@ class Sampler:
     warn: Warn
     speculate: bool = False  # propose the tokens of the true answers
     dialogues: Dialogues | None = None  # what answers turns, or None if a completion is one turn
+    num_kept: int = 1  # generations that stay between calls with graphs, first those of rollouts
 
     def __post_init__(self) -> None:
         speed = self.config.speed
@@ -51,21 +52,26 @@ class Sampler:
         self.stop_texts = StopFinder(self.tokenizer, stop_texts) if stop_texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
-        # Whether the copy of the weights, and with graphs the generations, stay between calls.
-        self.keeps = speed.use_amp or self.has_graphs
         self.copy: InferenceCopy | None = None
         self.generations: dict[Hashable, Generation] = {}
         # The number of prompts that fit depends on the number of samples of each, the key.
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
-            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, self.warn, self.release)
+            lambda: OOMBackoff("sampling", "--rollout-batch-size", 0, self.warn, self._forget)
         )
+
+    def _forget(self) -> bool:
+        """Free the generations that do not run; return whether there were any."""
+        number = len(self.generations)
+        self.generations.clear()
+        return number > 0
 
     def release(self) -> bool:
         """Free what is kept between calls, from now on too; return whether anything was kept."""
-        kept = self.keeps
-        self.keeps = False
+        uses_memory = self.has_graphs or self.config.speed.use_amp
+        kept = self.num_kept > 0 and uses_memory
+        self.num_kept = 0
         self.copy = None
-        self.generations.clear()
+        self._forget()
         return kept
 
     def complete(
@@ -123,10 +129,11 @@ class Sampler:
             with autocast(speed, self.model.device):
                 generation.begin(prompt_ids, prompt_len, uniforms, drafts)
                 completions = generation.run().to("cpu")
-            if not self.keeps:
-                self.copy = None
-            elif self.has_graphs:
+            is_rollout = sampling is self.config.sampling
+            if self.has_graphs and self.num_kept > (0 if is_rollout else 1):
                 self.generations[kind] = generation
+            if not self.num_kept:
+                self.copy = None
             if dialogues is None:
                 texts = decode(self.tokenizer, completions)
             else:

@@ -39,11 +39,12 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     console = Console()
     if why:
         console.say(why)
+    num_kept = 0
     if own.memory:
-        config = fit_to_memory(config, shape, prompt, own.memory - CUDA_CONTEXT)
+        config, num_kept = fit_to_memory(config, shape, prompt, own.memory - CUDA_CONTEXT)
         console.say(f"batch sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
     components = components_of(config, shape, prompt)
-    peak = peak_of(components, keeps=config.speed.cuda_graphs)
+    peak = peak_of(components, num_kept)
     components["peak"] = peak
     components["on a card, with CUDA itself"] = peak + CUDA_CONTEXT
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in components.items() if size]
