@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from minigrpo.build import FrozenModels, make_scorer
 from minigrpo.config import Config
 from minigrpo.optimizer import BETAS, learning_rate_at
+from minigrpo.runtime.parallel import Parallel
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.types import Completion, Example
 
@@ -153,7 +154,9 @@ def reward_function(
 ) -> Callable[..., list[float]]:
     """Our rewards as a reward function of TRL; it puts what a step of ours logs into `metrics`."""
     job = work.with_flags(config)
-    frozen_models = FrozenModels(job, work.model, Strict(), {}, config.model.name)
+    frozen_models = FrozenModels(
+        job, work.model, Parallel(work.device), Strict(), {}, config.model.name
+    )
     scorer = make_scorer(job, frozen_models, Strict().warn)
     group = config.sampling.group_size
 

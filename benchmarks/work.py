@@ -31,7 +31,7 @@ from minigrpo.rng import stream
 from minigrpo.rollout import RolloutBatches
 from minigrpo.run.console import Console
 from minigrpo.runtime.device import PhaseTimer, pick_device, set_up_process
-from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.parallel import Parallel
 from minigrpo.sampling.sampler import Sampler
 from minigrpo.task import Task
 from minigrpo.tasks.base import ExamplePrefetcher
@@ -229,11 +229,11 @@ class Step:
         job = work.with_flags(config)
         loss = Given().loss_spec(config)
         warn = Strict().warn
-        dist = DistContext()
+        parallel = Parallel(work.device)
         trained = copy.deepcopy(work.model) if model is None else model
         source = ModelSource.of(config.model.name)
         self.model = source.start(config, job.tokenizer, print, {}, trained)
-        self.learner = Learner(config, self.model, loss, dist=dist, warn=warn)
+        self.learner = Learner(config, self.model, loss, parallel, warn)
         dialogues = None
         if job.environments is not None:
             dialogues = Dialogues(config, job.environments, job.tokenizer, warn)
@@ -246,17 +246,17 @@ class Step:
             speculate=job.task.speculate,
             dialogues=dialogues,
         )
-        frozen_models = FrozenModels(job, self.model, Strict(), {}, config.model.name)
+        frozen_models = FrozenModels(job, self.model, parallel, Strict(), {}, config.model.name)
         per_step = config.sampling.prompts_per_step
         self.batches = RolloutBatches(
             config,
-            ExamplePrefetcher(job.task, per_step, dist.share(per_step)),
+            ExamplePrefetcher(job.task, per_step, parallel.dist.share(per_step)),
             self.sampler,
             make_scorer(job, frozen_models, warn),
             loss,
             frozen_models.of_flag("--reference", config.loss.reference_model),
             frozen_models.of_flag("--teacher", config.loss.teacher),
-            dist,
+            parallel.dist,
             self.timer,
         )
         self.batch: RolloutBatch

@@ -15,11 +15,11 @@ and to compare. The reward then teaches which attempts to make.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from countdown_rows import Countdown, judge_text, short_question, spelled
 from numpy.random import Generator
 
 from minigrpo.rng import stream
 from minigrpo.tasks.base import Generated, is_held_out
-from minigrpo.tasks.countdown import Countdown, judge_text, short_question, spelled
 from minigrpo.types import ConfigError, Example
 
 SMALLEST = 6  # least limit of the numbers in a level; below it hardly any problem is held out

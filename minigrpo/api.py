@@ -102,7 +102,6 @@ class TrainedRun:
         return self._columns(EVALUATIONS)
 
     def _columns(self, name: str) -> dict[str, list[float]]:
-        """The values of a log by key; a step that lacks one has NaN."""
         records = self.trainer.dist.on_main(lambda: read_jsonl(self.folder / name))
         keys = dict.fromkeys(key for record in records for key in record)
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}

@@ -16,12 +16,14 @@ from .identity import digest, record_checksum
 from .memory import NUM_KINDS, fit_to_memory, mean_prompt, sizes_of
 from .model import lora
 from .model.frozen_model import FrozenModel, InferenceCopy, with_context
+from .model.shape import ModelShape
 from .model.source import ModelSource, fit_vocab
 from .model.transformer import Transformer
 from .rewards.functions import RewardFunction
 from .rewards.scorer import RewardScorer
 from .run.console import Console
 from .runtime.device import autocast, product_dtype
+from .runtime.parallel import Parallel
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .task import Task
@@ -121,14 +123,19 @@ class Job:
 
 
 def fit_to_device(
-    job: Job, model: Transformer, processes: int, console: Console
+    job: Job,
+    shape: ModelShape,
+    parallel: Parallel,
+    console: Console,
 ) -> tuple[Config, int]:
     """What `fit_to_memory` makes of the job's config and the free memory on CUDA."""
-    if model.device.type != "cuda":
+    device = parallel.device
+    if device.type != "cuda":
         return job.config, NUM_KINDS
     prompt = mean_prompt(job.tokenizer, job.task)
-    available = torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
-    fitted, num_kept = fit_to_memory(job.config, model.shape, prompt, available, processes)
+    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    processes = parallel.dist.world_size
+    fitted, num_kept = fit_to_memory(job.config, shape, prompt, available, processes)
     console.say(f"batch sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")
     return fitted, num_kept
 
@@ -139,6 +146,7 @@ class FrozenModels:
 
     job: Job
     policy: Transformer
+    parallel: Parallel
     console: Console
     checksums: dict[str, str]  # gets one for each model that a resume loads again
     initial: str  # the name of the model that the run began with
@@ -151,20 +159,23 @@ class FrozenModels:
         """
         if not name:
             return None
-        return self._named(f"{flag} {name}", name, has_own_tokenizer=False)
+        return self._named(f"{flag} {name}", name, is_for_reward=False)
 
     def of_reward(self, name: str) -> FrozenModel:
         """The model that a reward asks for by name, with its own tokenizer and chat template.
 
         INITIAL is loaded anew: the policy has changed, or a resume has loaded its checkpoint.
         """
+        if name == SELF and self.parallel.is_sharded:  # processes ask at different times
+            raise ConfigError("--fsdp: a reward cannot ask the model that is trained")
         named = self.initial if name == INITIAL else name
-        return self._named(name, named, has_own_tokenizer=True)
+        return self._named(name, named, is_for_reward=True)
 
-    def _named(self, label: str, name: str, has_own_tokenizer: bool) -> FrozenModel:
+    def _named(self, label: str, name: str, is_for_reward: bool) -> FrozenModel:
         config = self.job.config
         model = self.policy
         tokenizer = self.job.tokenizer
+        keeps_shards = self.parallel.is_sharded and not is_for_reward
         # with --lora-rank, a copy of the policy copies the adapters and shares all other weights
         shares_weights = name == SELF or (name == INITIAL and config.model.lora_rank > 0)
         if name == INITIAL:
@@ -173,17 +184,22 @@ class FrozenModels:
         elif name != SELF:
             source = ModelSource.of(name)
             own = source.load_tokenizer()
-            if has_own_tokenizer:
+            if is_for_reward:
                 tokenizer = own
             elif own.engine.get_vocab() != tokenizer.engine.get_vocab():
                 raise ConfigError(f"{label}: its tokenizer is not that of --model")
             model = source.load(config.model.base_dtype, config.run.seed, self.console.say)
             fit_vocab(model, source.name, tokenizer)
-            model = model.to(self.policy.device)
+            if not keeps_shards:
+                model = model.to(self.parallel.device)
             record_checksum(self.checksums, label, dict(model.named_parameters()))
+        dtype = product_dtype(config.speed)
         if not shares_weights:
-            frozen = model.requires_grad_(False)
-            model = InferenceCopy(frozen, product_dtype(config.speed)).model
+            model.requires_grad_(False)
+            if keeps_shards:
+                self.parallel.place(model)
+            else:
+                model = InferenceCopy(model, dtype).model
         size = config.memory.micro_batch_size
         return FrozenModel(
             model,
@@ -193,6 +209,7 @@ class FrozenModels:
             run_in_parts=OOMBackoff(label, "--micro-batch-size", size, self.console.warn).run,
             autocast=partial(autocast, config.speed, self.policy.device),
             offload=config.memory.offload_reference and not shares_weights,
+            dtype=dtype,
         )
 
 
@@ -217,7 +234,12 @@ def make_scorer(job: Job, frozen_models: FrozenModels, warn: Warn) -> RewardScor
     return scorer
 
 
-def make_sampler(job: Job, model: Transformer, warn: Warn, num_kept: int = NUM_KINDS) -> Sampler:
+def make_sampler(
+    job: Job,
+    model: Transformer,
+    warn: Warn,
+    num_kept: int = NUM_KINDS,
+) -> Sampler:
     """The model, ready to sample from, for the examples of the task."""
     dialogues = None  # each completion is a single turn
     if job.environments is not None:
@@ -242,7 +264,7 @@ def check_examples(job: Job, context: int, console: Console) -> None:
         raise ConfigError("--eval-data needs --data, the files to train on")
 
     # 1. Whether they fit. Known examples without a prompt get it from their environment.
-    known = [*map(task.known, range(task.num_known))]
+    known = task.known()
     made = [*map(task.train, range(CHECKED)), *held_out_examples(task, CHECKED)]
     asked = [example for example in known if example.prompt or example.messages]
     for example in [*asked, *made]:
@@ -266,7 +288,6 @@ def check_examples(job: Job, context: int, console: Console) -> None:
 
 
 def _check_fit(job: Job, context: int, example: Example) -> None:
-    """Raise ConfigError for an example that does not fit the model, or the teacher."""
     config = job.config
     tokenizer = job.tokenizer
     room = context - config.sampling.max_new_tokens
@@ -282,7 +303,7 @@ def _check_fit(job: Job, context: int, example: Example) -> None:
 def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dict[str, str]:
     """What all processes of a run must have alike; of users' code the files, not their results."""
     task = job.task
-    examples = [*map(task.train, range(CHECKED)), *map(task.known, range(task.num_known))]
+    examples = [*map(task.train, range(CHECKED)), *task.known()]
     return {
         "rows": digest([task.about, *examples]),
         "rewards": digest([scorer.names, scorer.weights]),

@@ -87,7 +87,6 @@ def save_checkpoint(folder: Path, state: State, *, keep_last: int = 1) -> None:
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write the files of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)  # a process may have been killed at this step
     with open(folder / STATE, "wb") as file:
         try:
@@ -124,5 +123,4 @@ def newest(path: Path, warn: Warn) -> Path:
 
 
 def load_checkpoint(path: Path) -> State:
-    """The state in the folder of a whole checkpoint, on the CPU."""
     return torch.load(path / STATE, map_location="cpu", weights_only=True)

@@ -47,6 +47,11 @@ class Config(Settings):
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
         if loss.reference and not loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")
+        if self.memory.fsdp:
+            offloads = self.memory.offload_optimizer or self.memory.offload_reference
+            if self.model.lora_rank or offloads or self.speed.amp_dtype == "float16":
+                others = "--offload-... and --amp-dtype float16"
+                raise ConfigError(f"--fsdp excludes --lora-rank (its weights fit a card), {others}")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")
         return self
@@ -88,7 +93,6 @@ class Config(Settings):
         return self.from_flat({**self.flat(), **settings})
 
     def flat(self) -> dict[str, Any]:
-        """Every setting, by flat name."""
         return {
             name: getattr(getattr(self, group), field) for name, (group, field) in places().items()
         }

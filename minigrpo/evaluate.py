@@ -54,7 +54,10 @@ def complete_examples(
 
 
 def complete_prompt(
-    sampler: Sampler, prompt: str | Sequence[Message], n: int, raw: bool
+    sampler: Sampler,
+    prompt: str | Sequence[Message],
+    n: int,
+    raw: bool,
 ) -> Sequence[Completion]:
     """n completions of a prompt, or for 0 the greedy one.
 
@@ -115,7 +118,9 @@ def measure(
             return None
 
     pairs: list[tuple[Graded, Graded]] = []
-    for share in dist.on_all(grade_own):
+    with sampler.current_model:
+        shares = dist.on_all(grade_own)
+    for share in shares:
         if share is None:
             raise Stopped
         pairs += share
@@ -151,7 +156,6 @@ def measure(
 
 
 def held_out_examples(task: Task, number: int) -> list[Example]:
-    """The first held-out examples, or all if there are fewer."""
     if task.num_held_out is not None:
         number = min(number, task.num_held_out)
     return [task.held_out(i) for i in range(number)]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from .errors import RunFailed
@@ -64,15 +65,16 @@ class NonFiniteGuard:
 
 
 def largest_weight(model: nn.Module) -> Tensor:
-    """The largest trained weight, a scalar on its device; not finite if any of them is not."""
-    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    """The largest trained weight here, a scalar on its device; not finite if one of them is not."""
+    trained = [weights.detach() for weights in model.parameters() if weights.requires_grad]
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in trained]
+    trained = [weights for weights in local if weights.numel()]
     if trained[0].is_cuda:  # one launch, where a CPU would take six times as long
         return get_total_norm(trained, torch.inf)
     return torch.stack([torch.stack(weights.aminmax()) for weights in trained]).abs().max()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # Only CUDA's caching allocator raises a type of its own. Others raise a RuntimeError.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +17,10 @@ from .model.logprobs import Entropy
 from .model.lora import load_trained_state, trained_state
 from .model.packing import Packing, pack
 from .model.transformer import Predictions, Transformer
-from .optimizer import grad_scaler, learning_rate_at, make_optimizer
+from .optimizer import grad_scaler, learning_rate_at, load_optimizer, make_optimizer
 from .runtime.device import autocast
-from .runtime.distributed import DistContext
+from .runtime.parallel import Parallel
+from .shards import gathered, whole
 from .types import RolloutBatch, Warn
 
 Metrics = dict[str, Tensor]  # scalars on the device
@@ -38,14 +38,15 @@ class Learner:
     config: Config
     model: Transformer
     loss: LossSpec
-    dist: DistContext
+    parallel: Parallel
     warn: Warn
     release: Callable[[], bool] = lambda: False  # frees what rollouts keep: see OOMBackoff
 
     def __post_init__(self) -> None:
         config = self.config
         self.guard = NonFiniteGuard()
-        self.device = self.model.device
+        self.dist = self.parallel.dist
+        self.device = self.parallel.device
 
         # the objective; a clip or cap that is None is the loss's own
         settings = config.loss
@@ -55,12 +56,11 @@ class Learner:
         learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
         self.entropy: Entropy = "learnt" if learns_entropy else "measured"
 
-        # a module of its own, because the sampler's, whose shapes vary, must not be compiled
-        trained = self.model.for_training(
+        self.model.set_training(
             checkpointing=config.memory.gradient_checkpointing,
             compiled=config.speed.compile_model,
         )
-        self.wrapped: Any = self.dist.wrap(trained)
+        self.wrapped: Any = self.parallel.prepare(self.model)
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(self.model, config)
         size = config.memory.micro_batch_size
@@ -84,7 +84,8 @@ class Learner:
         for _ in range(self.config.optimizer.num_iterations):
             metrics = self.gradient(prepared, normalizer)
             self.scaler.unscale_(self.optimizer)
-            norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.grad_clip)
+            grad_clip = self.config.optimizer.grad_clip
+            norm = whole(clip_grad_norm_(self.model.parameters(), grad_clip))
             metrics["grad_norm"] = norm
             loss = metrics["loss"]
             is_finite = bool(torch.isfinite(norm) & torch.isfinite(loss))  # alike in all processes
@@ -101,7 +102,8 @@ class Learner:
             self.guard.in_a_row = 0
 
         # 3. What the step has come to. The host waits for the device once, for all numbers.
-        numbers = torch.stack([*metrics.values(), largest_weight(self.model)]).tolist()
+        largest = self.dist.max(largest_weight(self.model))
+        numbers = torch.stack([*metrics.values(), largest]).tolist()
         learnt: dict[str, float] = dict(zip(metrics, numbers[:-1], strict=True))
         if not math.isfinite(numbers[-1]):  # a finite gradient may be too large
             raise Diverged(f"step {step + 1}: weights are not finite; lower --learning-rate")
@@ -139,29 +141,38 @@ class Learner:
     @torch.no_grad()
     def _old_logp(self, batch: RolloutBatch) -> Tensor:
         def in_micro_batches(size: int) -> Tensor:
-            return torch.cat([self.forward(each, "none").logp.cpu() for each in batch.split(size)])
+            micro_batches, own = self._micro_batches(batch, size)
+            logps = [self.forward(each, "none").logp.cpu() for each in micro_batches]
+            return torch.cat(logps[:own])
 
-        return self.backoff.run(in_micro_batches, len(batch))
+        retry = not self.parallel.is_sharded
+        return self.backoff.run(in_micro_batches, len(batch), retry=retry)
+
+    def _micro_batches(self, batch: RolloutBatch, size: int) -> tuple[list[RolloutBatch], int]:
+        """What this process runs, and how many of them are its own: others repeat the last."""
+        own = batch.split(size)
+        repeated = self.parallel.num_micro_batches(len(own)) - len(own)
+        return own + own[-1:] * repeated, len(own)
 
     def gradient(self, batch: RolloutBatch, normalizer: LossNormalizer) -> Metrics:
         """Compute the whole step's gradient, and return metrics over all processes."""
-        # one of several processes cannot start over: the others would wait in the all-reduce
-        is_alone = self.dist.world_size == 1
 
         def in_micro_batches(size: int) -> Metrics:
             self.optimizer.zero_grad(set_to_none=True)
-            micro_batches = batch.split(size)
+            micro_batches, own = self._micro_batches(batch, size)
             measured: list[Metrics] = []
-            for micro_batch in micro_batches:
-                # DDP sums gradients over the processes in the last micro-batch only
-                sums_gradients = is_alone or micro_batch is micro_batches[-1]
-                with nullcontext() if sums_gradients else self.wrapped.no_sync():
+            for number, micro_batch in enumerate(micro_batches, 1):
+                is_last = number == len(micro_batches)
+                with self.parallel.adding_up(self.wrapped, is_last):
                     loss, metrics = self.objective(micro_batch, normalizer)
-                    # undo DDP's averaging: the loss is already this process's share of the sum
-                    self.scaler.scale(loss * self.dist.world_size).backward()
+                    # the loss is already this process's share of the sum
+                    weight = self.parallel.gradient_divisor if number <= own else 0
+                    self.scaler.scale(loss * weight).backward()
                 measured.append(metrics)
-            return self._total(measured)
+            return self._total(measured[:own])
 
+        # one of several processes cannot start over: the others would wait for it
+        is_alone = self.dist.world_size == 1
         return self.backoff.run(in_micro_batches, len(batch), retry=is_alone)
 
     def objective(
@@ -225,7 +236,8 @@ class Learner:
         """Log-probs and entropies, `[P, G, S]` each, on the policy's device."""
         assert micro_batch.packed is not None  # by `prepare`
         packing = Packing(micro_batch.packed, self.device)
-        with autocast(self.config.speed, self.device):
+        keeps_casts = not self.config.memory.gradient_checkpointing
+        with autocast(self.config.speed, self.device, keeps_casts):
             return self.wrapped(packing, self.config.sampling.temperature, entropy)
 
     def _total(self, measured: Sequence[Metrics]) -> Metrics:
@@ -242,23 +254,21 @@ class Learner:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that cannot be recomputed, as plain types and tensors."""
-        return {
+        """What cannot be recomputed, as plain types and tensors; the main process alone has all."""
+        state = {
             "step": self.steps_done,
             "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "guard": dict(vars(self.guard)),
             "scaler": self.scaler.state_dict(),  # {} without float16
         }
+        return gathered(state, self.dist.is_main)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises RuntimeError, ValueError or KeyError if the state does not fit this model."""
         self.steps_done = state["step"]
         load_trained_state(self.model, state["model"])
-        # a resume may change the flag, which decides on which device the step counts are
-        fused = {"fused": self.config.speed.fused_optimizer}
-        groups = [{**group, **fused} for group in state["optimizer"]["param_groups"]]
-        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        load_optimizer(self.optimizer, state["optimizer"], self.config.speed.fused_optimizer)
         vars(self.guard).update(state["guard"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

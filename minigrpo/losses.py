@@ -267,7 +267,6 @@ def policy_loss(
 
 
 def _masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` where the mask is true, else 0."""
     if values.shape != mask.shape:
         # it could broadcast by chance
         raise ValueError(f"expected the shape {list(mask.shape)}, got {list(values.shape)}")

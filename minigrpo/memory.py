@@ -1,8 +1,8 @@
 """The memory of a training step on a GPU, and the batch sizes that fit into it.
 
 Components follow from the model's shape and from the tokens in a step, so no weights are read. It
-is the worst case, for one process on a GPU: completions share nothing but their prompt, and are as
-long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up to 2 GiB.
+is the worst case, on the GPU of each process: completions share nothing but their prompt, and are
+as long as --max-new-tokens allows. Where more memory is free, chunks of logits grow by up to 2 GiB.
 The models that rewards ask are not counted, nor what lies in the memory of a CPU.
 """
 
@@ -32,7 +32,13 @@ from .text.tokenizer import Tokenizer
 MIB = 2**20
 FLOAT = 4  # bytes of a number in float32
 LOW = 2  # and under --use-amp
-IN_UPDATE = ("gradients", "casts of weights", "activations", "logits")  # components
+IN_UPDATE = (  # components
+    "gradients",
+    "casts of weights",
+    "gathered weights",
+    "activations",
+    "logits",
+)
 IN_ROLLOUT = ("sampler's copy", "KV cache", "states", "decoding round")
 NUM_KINDS = 3  # of generations: of rollouts, and of greedy and sampled evaluations
 CARD_SPARE = 2**29  # bytes for gaps between allocations
@@ -91,13 +97,19 @@ def kept_by_state(
         return sum(storage.nbytes() for storage in kept.values()) / len(hidden)
 
 
-def components_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
+def components_of(
+    config: Config,
+    shape: ModelShape,
+    prompt: float,
+    processes: int = 1,
+) -> dict[str, float]:
     """Bytes by component, not all at the same time: see `peak_of`. `prompt`: its mean tokens."""
-    return weights_of(config, shape) | work_of(config, shape, prompt)
+    return weights_of(config, shape, processes) | work_of(config, shape, prompt, processes)
 
 
-def weights_of(config: Config, shape: ModelShape) -> dict[str, float]:
+def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, float]:
     """Bytes of the weights and of what belongs to them, by component."""
+    shards = processes if config.memory.fsdp else 1
     model = Transformer(shape, seed=None)
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
@@ -106,20 +118,35 @@ def weights_of(config: Config, shape: ModelShape) -> dict[str, float]:
     role = roles(model)
     weights = named.values()
     trained = FLOAT * sum(x.numel() for x in weights if x.requires_grad)
+    # 1. What passes with gradients cast and gather: all, or the ends of the model and a block.
+    cast = sum(x.numel() for name, x in named.items() if x.requires_grad and role[name] in LARGE)
+    of_block = max(sum(x.numel() for x in block.parameters()) for block in model.h)
+    of_ends = sum(x.numel() for name, x in named.items() if not name.startswith("h."))
+    if config.memory.gradient_checkpointing:
+        cast = min(cast, of_block + of_ends)
+
+    # 2. What sampling copies: matrices and the head in 16 bits.
     large = [x for name, x in named.items() if role[name] in LARGE and x.itemsize == FLOAT]
-    copied = LOW * sum(x.numel() for x in large) * config.speed.use_amp
-    cast = LOW * sum(x.numel() for x in large if x.requires_grad) * config.speed.use_amp
+    copied = float(LOW * sum(x.numel() for x in large) * config.speed.use_amp)
+    gathered = 0.0
+    if shards > 1:
+        # Two blocks, as the next is on its way; and gradients, which are copied to be shared out.
+        gathered = FLOAT * (4 * of_block + 3 * of_ends)
+        # All else is gathered too, and the embedding stays in float32.
+        embedding = FLOAT * shape.vocab_size * shape.width
+        copied = activation_bytes(config) * trained / FLOAT + embedding * config.speed.use_amp
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     return {
-        "weights": sum(x.nbytes for x in weights),
+        "weights": sum(x.nbytes for x in weights) / shards,
         # a matrix of NF4, and its codes of pairs as int32
         "decoded": 2 * (activation_bytes(config) + 2) * coded,
-        "gradients": trained,
-        "AdamW's moments": 2 * trained * (not config.memory.offload_optimizer),
-        "casts of weights": cast,
+        "gradients": trained / shards,
+        "AdamW's moments": 2 * trained / shards * (not config.memory.offload_optimizer),
+        "casts of weights": LOW * cast * config.speed.use_amp,
+        "gathered weights": gathered,
         "sampler's copy": copied,
-        "reference": frozen_bytes(config, model, config.loss.reference_model),
-        "teacher": frozen_bytes(config, model, config.loss.teacher),
+        "reference": frozen_bytes(config, model, config.loss.reference_model) / shards,
+        "teacher": frozen_bytes(config, model, config.loss.teacher) / shards,
     }
 
 
@@ -128,15 +155,21 @@ def activation_bytes(config: Config) -> int:
     return LOW if config.speed.use_amp else FLOAT
 
 
-def work_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float]:
+def work_of(
+    config: Config,
+    shape: ModelShape,
+    prompt: float,
+    processes: int,
+) -> dict[str, float]:
     """Bytes of a micro-batch and of a rollout, by component."""
     memory = config.memory
     sampling = config.sampling
     size = activation_bytes(config)
     group = 1 if config.supervised else sampling.group_size
     length = sampling.max_new_tokens
+    share = -(-sampling.prompts_per_step // processes)
     # 1. What a micro-batch runs.
-    prompts = memory.micro_batch_size or sampling.prompts_per_step
+    prompts = memory.micro_batch_size or share
     predictions = prompts * group * length
     tokens = prompts * prompt + predictions
     keys = tokens + prompts * group * prompt
@@ -163,7 +196,7 @@ def work_of(config: Config, shape: ModelShape, prompt: float) -> dict[str, float
         return components
 
     # 2. What sampling needs.
-    prompts = memory.rollout_batch_size or sampling.prompts_per_step
+    prompts = memory.rollout_batch_size or share
     cached = prompts * (prompt + group * length)
     components["KV cache"] = 2 * len(shape.attention_layers) * shape.kv_width * size * cached
     states = [x for x in shape.layers if isinstance(x, GatedDeltaShape)]
@@ -198,7 +231,6 @@ def peak_of(components: Mapping[str, float], num_kept: int = 0) -> float:
 
 
 def mean_prompt(tokenizer: Tokenizer, task: Task) -> float:
-    """The mean number of tokens of the first training prompts."""
     return mean(len(encode_prompt(tokenizer, task.train(number))) for number in range(16))
 
 
@@ -219,14 +251,19 @@ def fit_to_memory(
         sizes.append(sizes[-1] // 2)
     rollout_sizes = [memory.rollout_batch_size] if memory.rollout_batch_size else sizes
     update_sizes = [memory.micro_batch_size] if memory.micro_batch_size else sizes
-    weights = weights_of(config, shape)
+    weights = {}
+    for recomputes in (False, True):
+        recomputing = config.replace(gradient_checkpointing=recomputes)
+        weights[recomputes] = weights_of(recomputing, shape, processes)
     smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
 
     def fits(num_kept: int, config: Config, **sizes: Any) -> bool:
-        components = weights | work_of(config.replace(**sizes), shape, prompt)
+        config = config.replace(**sizes)
+        of_weights = weights[config.memory.gradient_checkpointing]
+        components = of_weights | work_of(config, shape, prompt, processes)
         return peak_of(components, num_kept) <= available
 
-    num_kept = int(config.speed.cuda_graphs and not config.supervised)
+    num_kept = int(config.speed.cuda_graphs and not (config.supervised or memory.fsdp))
     if not fits(num_kept, config, rollout_batch_size=rollout_sizes[-1], **smallest):
         num_kept = 0
     for size in rollout_sizes:

@@ -1,6 +1,7 @@
 """AdamW, and its learning rate as a pure function of the step: no scheduler state to resume."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from .config import Config
 from .model.weights import DECAYING, roles
 from .settings import SpeedConfig
+from .shards import stored_like
 from .types import ConfigError
 
 BETAS = (0.9, 0.98)
@@ -44,6 +46,17 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     offloads = config.memory.offload_optimizer and next(model.parameters()).is_cuda
     adamw = OffloadedAdamW if offloads else torch.optim.AdamW
     return adamw(groups, settings.learning_rate, BETAS, fused=config.speed.fused_optimizer)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], fused: bool) -> None:
+    """Load the state of an optimizer, whose moments may be in shards here."""
+    # a resume may change the flag, which decides on which device the step counts are
+    groups = [{**group, "fused": fused} for group in state["param_groups"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {}
+    for number, of_one in state["state"].items():
+        moments[number] = {name: stored_like(x, parameters[number]) for name, x in of_one.items()}
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
 
 def grad_scaler(speed: SpeedConfig, device: torch.device) -> torch.amp.GradScaler:

@@ -60,9 +60,10 @@ class RolloutBatches:
         # 1. Completions and their rewards.
         with self.timer.phase("data"):
             examples = self.prefetcher.take(step)
-        batch = self.roll_out(examples, step)
-        if sampling.dynamic_sampling:
-            batch = self._replace_zero_variance(batch, step)
+        with self.sampler.current_model:
+            batch = self.roll_out(examples, step)
+            if sampling.dynamic_sampling:
+                batch = self._replace_zero_variance(batch, step)
 
         # 2. Log-probs of frozen models.
         if self.reference or self.teacher:

@@ -244,6 +244,8 @@ class MemoryConfig(Group):
     """Keep the reference, the teacher and rewards' models in host memory between uses."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory between steps."""
+    fsdp: bool = False
+    """With torchrun: each process keeps a share of weights, gradients and moments (FSDP2)."""
 
 
 class RunConfig(Group):
@@ -297,5 +299,4 @@ def places() -> dict[str, tuple[str, str]]:
 
 
 def fields_of(group: str) -> dict[str, FieldInfo]:
-    """The settings of a group, by field."""
     return type(getattr(Settings(), group)).model_fields

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,13 @@ from .identity import digest
 from .learner import Learner
 from .metrics import rollout_metrics
 from .model.source import ModelSource
-from .rewards.functions import in_worker_processes
 from .rollout import RolloutBatches, SupervisedBatches
 from .run.console import Console
 from .run.logging import EVALUATIONS, RunLog, log_group, log_held_out, read_jsonl
 from .run.run_dir import RunDir, choose_folder
 from .runtime.device import PhaseTimer, memory_mib, pick_device, profiler, set_up_process
 from .runtime.distributed import DistContext
-from .runtime.hangs import has_trace
+from .runtime.parallel import Parallel
 from .runtime.signals import Stopped, StopRequest
 from .tasks.base import ExamplePrefetcher
 from .userfiles import refusing_exit
@@ -68,28 +68,28 @@ class Trainer:
         set_up_process(config.speed, self.device)
         # 1. The models. Frozen ones may be copies: they are made before a checkpoint is loaded.
         job = build.Job.of(config, given)
-        if has_trace(folder):  # an earlier process has hung in a reward
-            job = replace(job, functions=in_worker_processes(job.functions, console.warn))
         loss = given.loss_spec(config)
         self.model_source = source = ModelSource.of(config.model.name)
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
-        self.model = model.to(self.device)
+        self.model = model
         # The run's folder keeps sizes of 0, because a resume may be on another GPU.
-        fitted = build.fit_to_device(job, self.model, dist.world_size, console)
+        self.parallel = parallel = Parallel.of(self.device, dist, config.memory.fsdp)
+        fitted = build.fit_to_device(job, model.shape, parallel, console)
         self.config, num_kept = dist.on_main(lambda: fitted)
         self.job = job = replace(job, config=self.config)
-        frozen = build.FrozenModels(job, self.model, console, checksums, config.model.name)
+        # The learner gives all processes the model of the main one.
+        self.learner = Learner(
+            self.config, model, loss, parallel, console.warn, lambda: self.sampler.release()
+        )
+        frozen = build.FrozenModels(job, model, parallel, console, checksums, config.model.name)
         self.scorer = build.make_scorer(job, frozen, console.warn)
         build.check_examples(job, self.model.shape.context, console)
         self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
         self.reference = frozen.of_flag("--reference", config.loss.reference_model)
         if dist.world_size > 1:
             dist.refuse_differences(build.digests(job, self.scorer, checksums) | own_settings)
-        # 2. What a step needs. The learner gives all processes the model of the main one.
-        self.learner = Learner(
-            self.config, self.model, loss, dist, console.warn, lambda: self.sampler.release()
-        )
+        # 2. What else a step needs.
         self.sampler = build.make_sampler(job, self.model, console.warn, num_kept)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()
@@ -151,7 +151,7 @@ class Trainer:
             status = "diverged" if isinstance(error, Diverged) else "failed"
             with suppress(RunFailed):  # if the folder has gone, `error` says so, or what came first
                 # in an update, the weights are between two of a step, or not finite
-                if not self.learner.in_update:
+                if not (self.learner.in_update or self.parallel.is_sharded):
                     self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
                 self._summarise(status, str(error) or type(error).__name__, began)
             raise
@@ -180,10 +180,10 @@ class Trainer:
                 trace.step()
                 if self.step % run.save_every == 0 and self.step < end:  # `fit` saves the last one
                     with self.timer.phase("save"):
-                        self.dist.on_main(lambda: self.run_dir.save(self.learner.state_dict()))
+                        state = self.learner.state_dict()
+                        self.dist.on_main(partial(self.run_dir.save, state))
 
     def _why_stopped(self) -> str:
-        """Why the run stops before its end, the same in all processes; "" if it does not."""
         early = "stop_after" if self.step < self.config.run.max_steps else ""
         return self.stop_request.agreed(self.dist) or early
 
@@ -228,7 +228,6 @@ class Trainer:
         self.console.evaluation(self.step, measures)
 
     def _summarise(self, status: str, reason: str, began: float) -> dict[str, Any]:
-        """Write summary.json, unlock the folder, and return what was written."""
         summary = {
             "status": status,
             "exit_reason": reason,

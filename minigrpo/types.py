@@ -47,7 +47,6 @@ class Example:
 
     @property
     def label(self) -> str:
-        """The name of the example in errors."""
         return self.place or f"example {self.index} ({self.prompt[:60]!r}...)"
 
 
@@ -203,8 +202,6 @@ def are_equal(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardTable(PerPrompt):
-    """The rewards of P x G texts."""
-
     total: np.ndarray  # [P, G] float64, the weighted sum
     # [P, G] bool; false where a reward of the sum failed and there is nothing to compare it with:
     # the total is then the worst of its group

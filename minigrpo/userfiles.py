@@ -33,7 +33,12 @@ __path__: list[str] = []  # makes this module a package, so that others may lie 
 
 
 class UserFileFinder:
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self,
+        fullname: str,
+        path: object,
+        target: object = None,
+    ) -> ModuleSpec | None:
         if not fullname.startswith(PREFIX):
             return None
         return spec_from_file_location(fullname, unquote(fullname.removeprefix(PREFIX)) + SUFFIX)

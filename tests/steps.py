@@ -17,6 +17,8 @@ from minigrpo.losses import LossSpec
 from minigrpo.model.shape import AttentionShape, GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.transformer import Transformer
 from minigrpo.runtime.distributed import DistContext
+from minigrpo.runtime.parallel import Parallel
+from minigrpo.shards import stored_like, whole
 from minigrpo.types import Completion, Completions
 
 from .tiny import TINY, tiny_chess_model
@@ -122,7 +124,10 @@ def make_trainer(
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
         # end of text: some completions get one, at different lengths
-        trainer.model.wte.weight[-1].mul_(8)
+        weights = trainer.model.wte.weight
+        changed = whole(weights).clone()
+        changed[-1].mul_(8)
+        weights.copy_(stored_like(changed, weights))
         if trainer.reference:
             trainer.reference.model.wte.weight.mul_(1.1)
     return trainer
@@ -132,8 +137,8 @@ def make_learner(
     config: Config, model: Transformer, loss: LossSpec, dist: DistContext | None = None
 ) -> Learner:
     """A learner alone, without a run."""
-    dist = dist or DistContext()
-    return Learner(config, model, loss, dist=dist, warn=print)
+    parallel = Parallel.of(model.device, dist or DistContext(), config.memory.fsdp)
+    return Learner(config, model, loss, parallel, warn=print)
 
 
 def bits(trainer: Trainer) -> str:

@@ -31,7 +31,7 @@ LAYOUT = {COMMENT, DEDENT, ENDMARKER, INDENT, NL}
 # the rows above its own here, and no others.
 FLOORS = (
     "assets errors fen rng settings statistics",
-    "hub sandbox types userfiles",
+    "hub sandbox shards types userfiles",
     "advantages checkpoint guard identity metrics task",
     "losses text",
     "model",

@@ -11,19 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples.countdown import LARGEST, Problems, random_attempt
+from examples.countdown_rows import Countdown, parse_problem
 from examples.countdown_sft import random_search
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out_examples
 from minigrpo.rng import stream
 from minigrpo.run.console import Console
-from minigrpo.tasks.countdown import (
-    Countdown,
-    evaluate,
-    given_answer,
-    parse_problem,
-    result,
-    solves,
-)
+from minigrpo.tasks.countdown import evaluate, given_answer, result, solves
 from minigrpo.tools.models import open_with_task
 from minigrpo.turns.tools import calls_of
 from minigrpo.types import Completion

@@ -379,7 +379,7 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
 def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*SUMS[:9], *SUMS[:9]])
     rows = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", SUMS[:5]),))
-    known = [rows.known(i).prompt for i in range(rows.num_known)]
+    known = [example.prompt for example in rows.known()]
     trained = [row["prompt"] for row in SUMS[5:9]]
     evaluated = [row["prompt"] for row in SUMS[:5]]
     assert known == [*trained, *trained, *evaluated]

@@ -92,7 +92,7 @@ def exchange(dist: DistContext) -> dict[str, Any]:
 
     torch.manual_seed(rank)
     model = nn.Linear(3, 1)  # other weights in each process
-    dist.wrap(model)
+    dist.of_main(model.weight.data)
     found["weights"] = model.weight.tolist()
     return found
 

@@ -757,13 +757,12 @@ def test_rows_are_known_with_their_tools_and_without_a_reset() -> None:
             raise AssertionError
 
     rows = [{"prompt": f"{n}?", "price": n} for n in range(3)]
+    environments = EnvironmentSet.of({"slow": Slow}, [weather])
+    known = begun(environments, *rows).known()
+    assert [example.prompt for example in known] == ["0?", "1?", "2?"]
+    assert tools_shown(known[1]) == ["fail", "pay", "weather"]
     no_environment = {"prompt": "b", "environment": "x"}
-    task = begun(EnvironmentSet.of({"slow": Slow}, [weather]), *rows, no_environment)
-    assert task.num_known == 4
-    example = task.known(1)
-    assert example.prompt == "1?"
-    assert tools_shown(example) == ["fail", "pay", "weather"]
-    assert "row 4" in refused(task.known, 3)
+    assert "row 4" in refused(begun(environments, *rows, no_environment).known)
 
 
 @pytest.mark.parametrize(

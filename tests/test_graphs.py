@@ -252,4 +252,4 @@ def test_a_sampler_keeps_what_graphs_read_until_it_is_released(
     assert not sampler.release()
     assert of_step()[0] > 0
     assert not sampler.generations
-    assert sampler.copy is None
+    assert sampler.current_model.copy is None

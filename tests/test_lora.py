@@ -23,6 +23,7 @@ from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import Transformer
 from minigrpo.run.console import Console
 from minigrpo.runtime.device import autocast, product_dtype
+from minigrpo.runtime.parallel import Parallel
 from minigrpo.settings import INITIAL
 from minigrpo.task import Task
 from minigrpo.text.tokenizer import load_tokenizer
@@ -67,7 +68,7 @@ def save(model: Transformer, folder: Path, base: str) -> None:
 def frozen_models(model: Transformer, **settings: Any) -> FrozenModels:
     config = Config.of(**settings)
     job = Job(config, load_tokenizer("chess"), Task(), None, ())
-    return FrozenModels(job, model, Console(), {}, "")
+    return FrozenModels(job, model, Parallel(model.device), Console(), {}, "")
 
 
 def gradient(model: Transformer, completions: Completions) -> list[Tensor]:

@@ -101,9 +101,10 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
     for chunked in (False, True):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        trained = model.for_training(checkpointing=chunked, compiled=False)
+        model.set_training(checkpointing=chunked, compiled=False)
         for name in ("repeated", "prefix-tree"):
-            found = trained(Packing(pack(completions, name)), 0.7, "measured")
+            packing = Packing(pack(completions, name))
+            found = model(packing, 0.7, "measured")
             assert_close(found.logp, expected, **CLOSE)
             assert_close(found.entropy, entropy, **CLOSE)
             assert not found.entropy.requires_grad

@@ -386,4 +386,4 @@ def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.Monke
     sampler = Sampler(config, model, Letters(), warn=print)
     completed(sampler)
     used = generation.call_args.args[0]
-    assert used is sampler.copy.model is not model
+    assert used is sampler.current_model.copy.model is not model

@@ -139,7 +139,7 @@ def test_a_users_task_keeps_all_that_it_says(make: Any) -> None:
         "speculate",
     ):
         assert getattr(task, name) == getattr(Capitals, name)
-    assert not task.num_known and task.summaries({"right": np.ones(2)}) == {"sum": 2}
+    assert not task.known() and task.summaries({"right": np.ones(2)}) == {"sum": 2}
     assert task.score(task.train(0), "Paris") == {"right": 1}
     # the key of an example's random numbers, which this task leaves at 0
     assert [task.train(i).index for i in (0, 5, 9)] == [0, 5, 9] and task.held_out(4).index == 4

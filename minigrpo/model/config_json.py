@@ -41,8 +41,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     family = FAMILIES[name]
     stated = {setting: value for setting, value in config.items() if value is not None}
     config = {**family.missing, **stated}
-    for setting, values in {"quantization_config": [None], **family.supported}.items():
-        if setting in config and config[setting] not in values:
+    for setting, values in {"quantization_config": [], **family.supported}.items():
+        if setting in stated and stated[setting] not in values:
             raise ValueError(f"{setting} is {config[setting]!r}, not one of {[*values]}")
 
     # 2. The shape.
@@ -62,7 +62,6 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def read_layers(config: Mapping[str, Any], family: Family) -> list[dict[str, Any]]:
-    """The fields of each layer's shape."""
     number = config[family.layers]
     rotates = config.get("no_rope_layers", [1] * number)
     layers: list[dict[str, Any]] = []
@@ -144,7 +143,7 @@ def write_config(shape: ModelShape) -> dict[str, Any]:
         "model_type": shape.family,
         **{theirs: getattr(shape, ours) for ours, theirs in family.fields.items()},
         **write_layers(shape),
-        **{theirs: values[0] for theirs, values in family.supported.items()},
+        **{theirs: next(iter(values), None) for theirs, values in family.supported.items()},
         # some families have defaults beyond the vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **family.written,
@@ -166,7 +165,6 @@ def rope_settings(rope: Rope) -> dict[str, Any]:
 
 
 def write_layers(shape: ModelShape) -> dict[str, Any]:
-    """The settings of config.json that `read_layers` reads."""
     family = shape.family_row
     written: dict[str, Any] = {family.layers: len(shape.layers)}
     if family.learns_positions:

@@ -49,7 +49,13 @@ def take_rows(packed: Tensor, rows: Tensor) -> Tensor:
     return packed.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
-def attend_in_rows(rows: Tensor, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_in_rows(
+    rows: Tensor,
+    window: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """Attention within rows `[C, T]` of packed tokens, padded on the right -> `[C, T, H, E]`."""
     queries = take_rows(q, rows).transpose(1, 2)
     keys = take_rows(k, rows).transpose(1, 2)

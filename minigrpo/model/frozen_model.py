@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..shards import is_sharded, set_parameter, whole
 from ..text.chat import extended
 from ..text.encoding import messages_of, pad, prompt_within
 from ..text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class FrozenModel:
     run_in_parts: Callable[[Callable[[int], Tensor], int], Tensor]
     autocast: Callable[[], AbstractContextManager[object]]
     offload: bool  # keep the weights in host memory (pinned, with CUDA) between calls of `logp`
+    dtype: torch.dtype = torch.float32  # of products, in which weights in shards are gathered
 
     def __post_init__(self) -> None:
         self.device = self.model.device
@@ -44,7 +46,12 @@ class FrozenModel:
         """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature."""
         return self._logp_of_packed(pack(completions, self.packing), temperature)
 
-    def logp_of_batch(self, batch: RolloutBatch, temperature: float, field: str = "") -> Tensor:
+    def logp_of_batch(
+        self,
+        batch: RolloutBatch,
+        temperature: float,
+        field: str = "",
+    ) -> Tensor:
         """The same for a packed batch; with a field of each example in its prompt, if named."""
         if not field:
             assert batch.packed is not None
@@ -61,9 +68,12 @@ class FrozenModel:
         longest = 1 + max(int(prompt.positions.max()) for prompt in prompts)
         if longest > self.model.shape.context:  # later positions were never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")
+        model = self.model
+        if is_sharded(model):
+            model = InferenceCopy(model, self.dtype).model
         weights = {
             name: parameter.to(self.device, non_blocking=True)
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in model.named_parameters()
         }
 
         def in_micro_batches(size: int) -> Tensor:
@@ -71,7 +81,7 @@ class FrozenModel:
             for start in range(0, len(prompts), size):
                 packing = Packing(prompts[start : start + size], self.device)
                 with self.autocast():
-                    predictions = functional_call(self.model, weights, (packing, temperature))
+                    predictions = functional_call(model, weights, (packing, temperature))
                 logps.append(predictions.logp.cpu())
             return torch.cat(logps)
 
@@ -93,18 +103,24 @@ class InferenceCopy:
     """A model whose linear layers are stored in the precision of autocast, and joined.
 
     Its results are those of autocast, which would cast the weights in each pass. `refresh` copies
-    the trained ones again, to the same places in memory.
+    the trained ones again, to the same places in memory. Weights in shards are gathered.
     """
 
     def __init__(self, model: Transformer, dtype: torch.dtype) -> None:
-        """With float32 there is nothing to copy: `model` is the model itself."""
+        """With float32 and without shards there is nothing to copy: `model` is the model itself."""
         self.dtype = dtype
         self.model = model
         self.trained: list[Tensor] = []  # weights of the model
         self.copies: list[Tensor] = []  # of each of them
-        if dtype == torch.float32:
-            return
-        self.model = low = model.sharing_weights()
+        if dtype != torch.float32:
+            self._lower()
+        if is_sharded(self.model):
+            self.model = self.model.sharing_weights()
+            for name, weights in [*self.model.named_parameters()]:
+                set_parameter(self.model, name, whole(weights.detach()))
+
+    def _lower(self) -> None:
+        self.model = low = self.model.sharing_weights()
         modules: list[Any] = [*low.h.modules()]
         for module in modules:
             for name, names in JOINED.items():
@@ -124,7 +140,6 @@ class InferenceCopy:
             low.head = self._joined([low.head or low.wte])
 
     def _joined(self, layers: Sequence[Any]) -> Linear:
-        """One layer with the outputs of several, one after another."""
         weight = self._copied([layer.weight for layer in layers])
         joined = Linear(weight.shape[1], len(weight), bias=False, device="meta")
         joined.weight = weight
@@ -134,7 +149,7 @@ class InferenceCopy:
 
     def _copied(self, weights: Sequence[Tensor]) -> nn.Parameter:
         """Weights in the copy's precision, one after another."""
-        copied = torch.cat([x.detach().to(self.dtype) for x in weights])
+        copied = torch.cat([whole(x.detach().to(self.dtype)) for x in weights])
         places = copied.split([len(x) for x in weights])
         for source, place in zip(weights, places, strict=True):
             if source.requires_grad:
@@ -147,3 +162,36 @@ class InferenceCopy:
         """Copy the trained weights again, after an update."""
         if self.trained:
             torch._foreach_copy_(self.copies, self.trained)
+
+
+class CurrentModel:
+    """A context that gives a model with its weights as they are now, to sample from.
+
+    All processes enter the outermost context together, because weights in shards are gathered.
+    """
+
+    def __init__(self, model: Transformer, dtype: torch.dtype, keeps: bool) -> None:
+        """With `keeps`, the copy's place in memory stays between contexts."""
+        self.model = model
+        self.dtype = dtype
+        self.keeps = keeps
+        self.copy: InferenceCopy | None = None
+        self.depth = 0  # of contexts within each other
+
+    def __enter__(self) -> Transformer:
+        if self.copy is None:
+            self.copy = InferenceCopy(self.model, self.dtype)
+        elif self.depth == 0:
+            self.copy.refresh()
+        self.depth += 1
+        return self.copy.model
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if not (self.depth or self.keeps):
+            self.copy = None
+
+    def forget(self) -> None:
+        """Free the copy, from now on after each context."""
+        self.keeps = False
+        self.copy = None

@@ -40,7 +40,6 @@ NUMBER_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def stored_name(shape: ModelShape, name: str) -> str:
-    """The name in files of a parameter here."""
     names = shape.family_row.names
     return ".".join(names.get(part, part) for part in name.split("."))
 
@@ -114,7 +113,12 @@ def to_state(
     return state
 
 
-def converted(shape: ModelShape, name: str, tensor: Tensor, to_file: bool = False) -> Tensor:
+def converted(
+    shape: ModelShape,
+    name: str,
+    tensor: Tensor,
+    to_file: bool = False,
+) -> Tensor:
     """A tensor of a file as a parameter, or with `to_file` the other way round."""
     family = shape.family_row
     if family.norms_add_one and NORM.search(name):

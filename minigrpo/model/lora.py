@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, refusing
 from ..hub import HUB_NAME, read_json
+from ..shards import stored_like
 from . import hf
 from .linear import Linear, dense, linear
 from .shape import ModelShape
@@ -36,8 +37,6 @@ SUPPORTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": INI
 
 
 class LoRALinear(Linear):
-    """A frozen linear layer with an adapter."""
-
     def __init__(
         self,
         base: Linear,
@@ -91,7 +90,6 @@ def add_adapters(
 
 
 def adapters(model: nn.Module) -> dict[str, LoRALinear]:
-    """The layers with an adapter, by name."""
     modules = dict(model.named_modules())
     return {name: layer for name, layer in modules.items() if isinstance(layer, LoRALinear)}
 
@@ -132,17 +130,20 @@ def merge_adapters(model: Transformer) -> Transformer:
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that training changes: the adapters, or all weights without any."""
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    named = dict(model.named_parameters())
+    has_adapters = bool(adapters(model))
+    return {name: p.detach() for name, p in named.items() if p.requires_grad or not has_adapters}
 
 
 def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load a `trained_state`. Raises RuntimeError with the names of tensors that do not fit."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    model.load_state_dict({**frozen, **state})
+    own = dict(model.named_parameters())
+    frozen = {name: p for name, p in own.items() if not p.requires_grad}
+    loaded = {name: stored_like(x, own.get(name)) for name, x in state.items()}
+    model.load_state_dict(frozen | loaded)
 
 
 def peft_name(shape: ModelShape, name: str) -> str:
-    """The name in adapter_model.safetensors of an adapter's tensor."""
     stored = hf.stored_name(shape, name)
     return f"base_model.model.{shape.family_row.prefix}{stored}.weight"
 

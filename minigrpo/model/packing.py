@@ -315,7 +315,6 @@ def _split_by_length(added: Sequence[AddedRow]) -> list[Sequence[AddedRow]]:
 
 
 def _num_scores(rows: Sequence[AddedRow]) -> int:
-    """The attention scores that a set of rows computes: rows * most queries * most keys."""
     most_queries = max(len(row.queries) for row in rows)
     most_keys = max(len(row.keys) for row in rows)
     return len(rows) * most_queries * most_keys

@@ -18,7 +18,6 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "Size":
-        """The size of a Transformer."""
         return cls(sum(x.numel() for x in model.parameters()), model.shape.context)
 
 
@@ -69,8 +68,6 @@ RopeScaling = Annotated[Llama3Scaling | YarnScaling | LongRope, Field(discrimina
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary positions of a layer."""
-
     theta: PositiveFinite = 1e4  # the base of the frequencies
     fraction: PositiveFinite = 1.0  # of each head, from its start; the rest is not rotated
     # the whole head is rotated, but only this fraction of its pairs by an angle that is not 0
@@ -78,7 +75,6 @@ class Rope:
     scaling: RopeScaling | None = None
 
     def rotated_dim(self, head_dim: int) -> int:
-        """The size of the part of a head that is rotated."""
         return head_dim if self.is_proportional else int(head_dim * self.fraction)
 
 
@@ -155,7 +151,6 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> dict[int, AttentionShape]:
-        """The layers that attend, by their numbers."""
         layers = enumerate(self.layers)
         return {number: layer for number, layer in layers if isinstance(layer, AttentionShape)}
 

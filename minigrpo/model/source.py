@@ -31,8 +31,6 @@ RECORD = "config.toml"  # the settings of a run, in its folder
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the config.toml of a run says."""
-
     settings: Settings
     versions: dict[str, Any]  # of software, and digests of files and weights: see `record_checksum`
 
@@ -60,7 +58,6 @@ class ModelSource:
 
     @classmethod
     def of(cls, name: str) -> "ModelSource":
-        """Look up a name."""
         if name in (SHIPPED, SCRATCH):
             return cls(name)
         folder = settings_folder(name)
@@ -129,7 +126,6 @@ class ModelSource:
         return self.base.tokenizer_settings if self.base else {"tokenizer": "chess"}
 
     def load_tokenizer(self) -> Tokenizer:
-        """The model's own tokenizer."""
         settings = self.tokenizer_settings
         return load_tokenizer(settings.pop("tokenizer"), **settings)
 

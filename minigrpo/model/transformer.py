@@ -96,9 +96,9 @@ class Transformer(Weights):
         """With a `seed` of None the weights are on `meta`, without memory."""
         super().__init__()
         self.shape = shape
-        self.ropes = {layer.rope for layer in shape.attention_layers.values() if layer.rope}
         self.checkpointing = False
         self.compiled = False
+        self.ropes = {layer.rope for layer in shape.attention_layers.values() if layer.rope}
         has_positions = shape.family_row.learns_positions
         with torch.device("meta"):  # torch's own initialisation takes no time there
             self.wte = nn.Embedding(shape.vocab_size, shape.width)
@@ -109,12 +109,10 @@ class Transformer(Weights):
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
 
-    def for_training(self, *, checkpointing: bool, compiled: bool) -> "Transformer":
-        """A copy that shares the weights, and may recompute or compile blocks."""
-        copied = self.sharing_weights()
-        copied.checkpointing = checkpointing
-        copied.compiled = compiled
-        return copied
+    def set_training(self, *, checkpointing: bool, compiled: bool) -> None:
+        """Whether passes with gradients compute blocks again in the backward pass, and compile."""
+        self.checkpointing = checkpointing
+        self.compiled = compiled
 
     @property
     def device(self) -> torch.device:
@@ -133,11 +131,12 @@ class Transformer(Weights):
         if self.wpe is not None:
             hidden = hidden + self.wpe(positions)
         rotations = {rope: rotation(rope, self.shape.head_dim, positions) for rope in self.ropes}
+        is_training = torch.is_grad_enabled()
         # with checkpointing, the backward pass computes a block again; nothing in it is random
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for block in self.h:
-            run = partial(recomputed, block) if self.checkpointing else block
-            hidden = run(hidden, context, rotations, self.compiled)
+            run = partial(recomputed, block) if self.checkpointing and is_training else block
+            hidden = run(hidden, context, rotations, self.compiled and is_training)
         return times(self.ln_f(hidden), 1 / self.shape.logits_divisor)
 
     def lm_head(self, hidden: Tensor) -> Tensor:

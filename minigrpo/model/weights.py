@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import refusing
 from ..hub import CONFIG
@@ -75,7 +75,11 @@ class Weights(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, matrix_dtype: str = "float32", *, seed: int = 0
+        cls,
+        path: str | Path,
+        matrix_dtype: str = "float32",
+        *,
+        seed: int = 0,
     ) -> Self:
         """Read a model from a folder of Hugging Face's or a safetensors file, and `store` it.
 
@@ -116,11 +120,19 @@ class Weights(nn.Module):
             if module is not None:
                 module.weight = nn.Parameter(module.weight.detach()[:number].clone())
 
-    def save_pretrained(self, path: str | Path, header: Mapping[str, str] | None = None) -> None:
-        """Write a float32 file for `from_pretrained`, by default with the shape as its header."""
+    def save_pretrained(
+        self,
+        path: str | Path,
+        header: Mapping[str, str] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Write a float32 file for `from_pretrained`, by default with the shape as its header.
+
+        `state` has whole tensors if those of the model are in shards.
+        """
         shape = self.shape
         tensors = {}
-        for name, tensor in self.state_dict().items():  # the inverse of `hf.to_state`
+        for name, tensor in (state or self.state_dict()).items():  # the inverse of `hf.to_state`
             tensors[hf.stored_name(shape, name)] = hf.converted(shape, name, tensor, to_file=True)
         if header is None:
             header = {hf.SHAPE: json.dumps(asdict(shape))}
@@ -135,7 +147,6 @@ class Weights(nn.Module):
 
 
 def role_of(module: nn.Module, name: str) -> Role:
-    """The role of a module's own parameter."""
     if name == "bias":
         return "bias"
     if isinstance(module, nn.Linear):
@@ -149,7 +160,6 @@ def role_of(module: nn.Module, name: str) -> Role:
 
 
 def roles(model: nn.Module) -> dict[str, Role]:
-    """The role of each parameter, by its name."""
     found: dict[str, Role] = {}
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,12 +12,9 @@ import torch
 
 from ..errors import ConfigError, refusing
 from ..runtime.calls import WorkerProcesses, finished
-from ..runtime.hangs import TRACE
-from ..types import REWARD, Example, Scores, Warn
+from ..types import REWARD, Example, Scores
 from ..userfiles import load_file, name_of
 
-# what a worker process can call
-IMPORTABLE = "a function at the top of a file of its own, not async"
 # names in place of those that a function cannot have: `reward` is the weighted sum
 OTHER_NAMES = {"<lambda>": "function", REWARD: "reward_function"}
 
@@ -42,7 +39,7 @@ class RewardFunction:
         object.__setattr__(self, "name", OTHER_NAMES.get(name, name))
         with refusing(f"reward {self.name}"):
             if self.process and not self.is_importable:
-                raise ConfigError(f"process=True needs {IMPORTABLE}")
+                raise ConfigError("process=True needs a function at the top of a file, not async")
             if self.batched + self.grouped + self.tokens > 1:
                 raise ConfigError("give one of batched, grouped and tokens")
         arguments = ["batch"] if self.tokens else ["example", "text"]
@@ -118,20 +115,6 @@ def load_rewards(path: str) -> list[RewardFunction]:
     if not decorated:
         raise ConfigError(f"--rewards {path}: has no function decorated with @minigrpo.reward")
     return decorated
-
-
-def in_worker_processes(functions: Sequence[RewardFunction], warn: Warn) -> list[RewardFunction]:
-    """The functions of a run that a hanging call has ended before, each in worker processes.
-
-    There a call that hangs fails alone. A warning names the functions that cannot be called so.
-    """
-    staying = [function.name for function in functions if not function.is_importable]
-    others = f", but for {', '.join(staying)}: each must be {IMPORTABLE}" if staying else ""
-    warn(
-        f"a call held Python's lock and ended this run: mend the line that {TRACE} shows, and "
-        f"delete the file; until then rewards are called in worker processes{others}"
-    )
-    return [replace(function, process=function.is_importable) for function in functions]
 
 
 def similarity(text: str, other: str) -> float:

@@ -146,7 +146,6 @@ class RewardScorer:
                 raise RunFailed(f"reward {name} fails on all completions, {steps}; first: {first}")
 
     def _of_environment(self, name: str, batch: TextBatch) -> Scores:
-        """The rewards of an environment, which its dialogues already have, `[P, G]`."""
         errors = [text.error if name in text.rewards else None for text in batch.texts]
         for error in filter(None, errors):
             self.first_errors.setdefault(name, error)
@@ -155,7 +154,6 @@ class RewardScorer:
         return replace(scores, failed=failed).select(batch.places)
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
-        """The task's rewards of texts, `[P, G]` each."""
         with ThreadPoolExecutor(self.workers) as pool:
             answers = [*pool.map(self.task.score, *batch.pairs(batch.distinct))]
         return {
@@ -164,7 +162,6 @@ class RewardScorer:
         }
 
     def _of_function(self, function: RewardFunction, batch: TextBatch) -> Scores:
-        """A function's scores of texts, `[P, G]`."""
         # 1. The places of the texts of each call, `[calls, texts]`.
         calls = batch.distinct[:, None]
         if function.grouped:

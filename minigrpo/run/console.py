@@ -111,7 +111,12 @@ class Console:
         with progress:
             yield show
 
-    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    def table(
+        self,
+        title: str,
+        columns: Iterable[str],
+        rows: Iterable[Iterable[str]],
+    ) -> None:
         """Print rows under their columns. On a narrow terminal, cells take several lines."""
         table = Table(box=None, pad_edge=False, show_header=any(columns))
         for i, name in enumerate(columns):
@@ -124,9 +129,12 @@ class Console:
         self.say("")
 
     def introduce(
-        self, config: Config, task: Task, weights: Mapping[str, float], machines: str
+        self,
+        config: Config,
+        task: Task,
+        weights: Mapping[str, float],
+        machines: str,
     ) -> None:
-        """Say what a step is, and what the reward is."""
         prompts = config.sampling.prompts_per_step
         completions = 1 if config.supervised else config.sampling.group_size
         self.say(
@@ -139,7 +147,6 @@ class Console:
             self.say(f"task: {task.about}")
 
     def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:
-        """Say the headline of an evaluation, sampled and greedy."""
         greedy = headline(estimates)
         sampled = greedy + SAMPLED
         shown = f"{sampled} {estimates[sampled]}, {greedy} {estimates[greedy]}"

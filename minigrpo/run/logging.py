@@ -92,7 +92,6 @@ class RunLog:
         records: Iterable[LogLine],
         mode: str = "a",
     ) -> None:
-        """Write lines to a log, or warn that they are lost."""
         if self.folder is None:
             return
         self.check()
@@ -121,7 +120,12 @@ class RunLog:
             self.warn(f"TensorBoard failed, training continues without it ({error})")
 
 
-def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer) -> None:
+def log_group(
+    log: RunLog,
+    batch: RolloutBatch,
+    step: int,
+    tokenizer: Tokenizer,
+) -> None:
     """Every ten steps, log the group of the batch's first prompt."""
     if batch.advantages is None or step % 10:
         return
@@ -134,7 +138,12 @@ def log_group(log: RunLog, batch: RolloutBatch, step: int, tokenizer: Tokenizer)
     log.write(SAMPLES, step, records)
 
 
-def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
+def log_held_out(
+    log: RunLog,
+    greedy: Graded,
+    drawn: Graded,
+    step: int,
+) -> None:
     """Log the answers of an evaluation, and the completions of its first prompts."""
     samples = []
     for decoding, graded in (("greedy", greedy), ("sampled", drawn)):
@@ -154,7 +163,6 @@ def log_held_out(log: RunLog, greedy: Graded, drawn: Graded, step: int) -> None:
 
 
 def _shared_fields(done: Graded | RolloutBatch, p: int, g: int) -> LogLine:
-    """The fields that all records have, for completion g of prompt p."""
     example = done.examples[p]
     text = done.texts[p][g]
     rewards = done.rewards
@@ -231,7 +239,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_numbers(path: Path) -> list[LoggedNumbers]:
-    """The lines of a log, without values that were not finite."""
     lines = read_jsonl(path)
     return [{name: x for name, x in line.items() if x is not None} for line in lines]
 

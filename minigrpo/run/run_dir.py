@@ -9,9 +9,10 @@ checkpoint, has lost its own.
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,7 +36,6 @@ from ..model.lora import adapters, peft_files
 from ..model.source import RECORD
 from ..model.transformer import Transformer
 from ..runtime.distributed import DistContext
-from ..runtime.hangs import tracing
 from ..settings import places
 from ..userfiles import files_read, sha256_of
 from .console import Console
@@ -84,7 +84,6 @@ class RunDir:
         self.saved_step = -1  # step of the newest checkpoint in this folder
         self.continued = self.path  # the folder of the run whose logs go on here
         self._lock: TextIO | None = None
-        self._open_files = ExitStack()
 
     def open(self, load: Callable[[State], object]) -> None:
         """Lock the folder, and give `load` the state to go on from, if there is one."""
@@ -107,8 +106,7 @@ class RunDir:
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = open(self.path / LOCK, "a", encoding="utf-8")
-        self._lock = self._open_files.enter_context(lock)
+        self._lock = open(self.path / LOCK, "a", encoding="utf-8")
         try:
             # of this process alone: what users' code forks may live on when it has been killed
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,13 +161,11 @@ class RunDir:
             (self.path / SUMMARY).unlink(missing_ok=True)  # it says how an earlier part ended
 
         self.dist.on_main(begin)
-        if self.path.is_dir():  # it may be on another machine
-            self._open_files.enter_context(tracing(self.path))
         return log
 
     def close(self) -> None:
-        """Unlock the folder."""
-        self._open_files.close()
+        if self._lock is not None:
+            self._lock.close()
         self._lock = None
 
     def save(self, state: State, *, required: bool = False) -> None:
@@ -185,7 +181,7 @@ class RunDir:
 
     def save_end(self, model: Transformer, state: State, base: str) -> None:
         """Write weights, which matter most if there is little room. Adapters are for `base`."""
-        weights = {WEIGHTS: model.save_pretrained}
+        weights = {WEIGHTS: partial(model.save_pretrained, state=state["model"])}
         files = peft_files(model, base=base) if adapters(model) else weights
         for name, write in files.items():
             with self._writing(name, required=True):

@@ -42,13 +42,15 @@ def set_up_process(speed: SpeedConfig, device: torch.device) -> None:
             mallopt(threshold, 2**31 - 1)  # bytes: only larger blocks are still returned
 
 
-def autocast(speed: SpeedConfig, device: torch.device) -> torch.autocast:
-    """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32."""
-    return torch.autocast(device.type, product_dtype(speed), speed.use_amp)
+def autocast(speed: SpeedConfig, device: torch.device, keeps_casts: bool = True) -> torch.autocast:
+    """--use-amp: matrix products in --amp-dtype; weights, moments, log-softmax in float32.
+
+    The casts of weights may be kept to the end of the context, for further products with them.
+    """
+    return torch.autocast(device.type, product_dtype(speed), speed.use_amp, keeps_casts)
 
 
 def product_dtype(speed: SpeedConfig) -> torch.dtype:
-    """The precision of matrix products."""
     return getattr(torch, speed.amp_dtype if speed.use_amp else "float32")
 
 

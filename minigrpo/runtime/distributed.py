@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, RunFailed, error_text
 
@@ -55,7 +54,6 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process logs and saves."""
         return self.rank == 0
 
     def share(self, number: int) -> range:
@@ -69,7 +67,6 @@ class DistContext:
         return self.gather(values[None]).sum(0)
 
     def max(self, values: Tensor) -> Tensor:
-        """The largest values over processes."""
         return self.gather(values[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -121,11 +118,10 @@ class DistContext:
             if len(found) > 1:
                 raise ConfigError(f"processes differ in {name}, as by a shuffle or another version")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as DDP, which starts from the main process's weights and averages gradients."""
-        if self.world_size == 1:
-            return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    def of_main(self, tensor: Tensor) -> Tensor:
+        """The main process's values of a tensor that all have, in place."""
+        dist.broadcast(tensor, 0)
+        return tensor
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -29,8 +29,6 @@ FEWEST_ROWS = 32  # of a graph: fewer take a GPU as long
 
 
 class Capacity(NamedTuple):
-    """The largest numbers that a decoder allocates memory for."""
-
     prompts: int
     prompt_len: int  # tokens of the longest prompt
     slots: int
@@ -69,7 +67,6 @@ class Decoder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all prompts and slots."""
         self.columns = 0
         for cache in (self.prompt_kv, self.own_kv):
             cache.zero_()  # a NaN would stay: attention gives unused places the weight 0

@@ -185,7 +185,6 @@ class Generation:
         return num_entering if num_entering >= min(queued, fewest) else 0
 
     def _enter(self, num_prompts: int) -> None:
-        """Run queued prompts, and pick the first token of each of their completions."""
         first = self.num_entered
         last = first + num_prompts
         lengths = self.prompt_len[first:last]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import Config
 from ..guard import OOMBackoff
-from ..model.frozen_model import InferenceCopy
+from ..model.frozen_model import CurrentModel
 from ..model.transformer import Transformer
 from ..runtime.device import autocast, product_dtype
 from ..settings import SamplingConfig
@@ -52,7 +52,10 @@ class Sampler:
         self.stop_texts = StopFinder(self.tokenizer, stop_texts) if stop_texts else None
         self.num_speculative_tokens = speed.num_speculative_tokens if self.speculate else 0
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
-        self.copy: InferenceCopy | None = None
+        if self.config.memory.fsdp:  # whole weights take too much memory in an update
+            self.num_kept = 0
+        keeps = self.num_kept > 0
+        self.current_model = CurrentModel(self.model, product_dtype(speed), keeps)
         self.generations: dict[Hashable, Generation] = {}
         # The number of prompts that fit depends on the number of samples of each, the key.
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
@@ -70,7 +73,7 @@ class Sampler:
         uses_memory = self.has_graphs or self.config.speed.use_amp
         kept = self.num_kept > 0 and uses_memory
         self.num_kept = 0
-        self.copy = None
+        self.current_model.forget()
         self._forget()
         return kept
 
@@ -105,16 +108,13 @@ class Sampler:
             """Complete all; when memory runs out, this is called again with fewer at once."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
-            if self.copy is None:
-                self.copy = InferenceCopy(self.model, product_dtype(speed))
-            self.copy.refresh()
             sizes = Sizes(len(examples), prompts_at_once, longest_prompt, draft_len)
             generation = self.generations.pop(kind, None)
             if generation is not None:
                 sizes = Sizes(*map(max, sizes, generation.sizes))
             if generation is None or sizes != generation.sizes:
                 generation = Generation(
-                    self.copy.model,
+                    model,
                     stops=self.tokenizer.stops,
                     stop_texts=self.stop_texts,
                     max_new_tokens=max_new_tokens,
@@ -132,8 +132,6 @@ class Sampler:
             is_rollout = sampling is self.config.sampling
             if self.has_graphs and self.num_kept > (0 if is_rollout else 1):
                 self.generations[kind] = generation
-            if not self.num_kept:
-                self.copy = None
             if dialogues is None:
                 texts = decode(self.tokenizer, completions)
             else:
@@ -141,5 +139,6 @@ class Sampler:
             return Sampled(completions, texts, generation.rounds, generation.tokens)
 
         most = min(batch_size or len(examples), len(examples))
-        with closing(dialogues) if dialogues is not None else nullcontext():
+        end_dialogues = closing(dialogues) if dialogues is not None else nullcontext()
+        with self.current_model as model, end_dialogues:
             return self.backoffs[num_samples].run(sampled, most)

@@ -37,7 +37,6 @@ class Tables:
         self.waiting = torch.zeros_like(self.lengths, dtype=torch.bool)
 
     def clear(self) -> None:
-        """Forget all sequences."""
         for table in vars(self).values():
             if table is not None:
                 table.zero_()

@@ -30,7 +30,10 @@ Ask = Callable[[str, str], list[object]]
 
 
 def run_tests(
-    code: str, tests: Sequence[str], setup: str = "", timeout_s: float = 3.0
+    code: str,
+    tests: Sequence[str],
+    setup: str = "",
+    timeout_s: float = 3.0,
 ) -> list[bool]:
     """Run code in a process of its own, then `setup`, then each test; return a verdict per test.
 

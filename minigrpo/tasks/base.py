@@ -63,12 +63,10 @@ class Rows(Task):
         trained = [row for row in rows if row.question not in evaluated]
         self._train = [row.example for row in trained]
         self._held_out = list(evaluated.values())
-        self._known = [*self._train, *self._held_out]
 
         # 2. The counts. A row that asks an evaluated question again is left out.
         self.num_train = len(trained)
         self.num_held_out = len(evaluated)
-        self.num_known = len(self._known)
         self.about = f"{len(trained)} of {len(rows)} rows, {len(evaluated)} questions held out"
         if not evaluated or (data and not trained):
             raise ConfigError(f"--data: {self.about}; needs two questions, or --eval-data")
@@ -101,9 +99,8 @@ class Rows(Task):
     def held_out(self, number: int) -> Example:
         return replace(self._held_out[number % len(self._held_out)], index=number)
 
-    def known(self, number: int) -> Example:
-        """Example `number` of those that are trained on, then of those that are evaluated."""
-        return self._known[number]
+    def known(self) -> Sequence[Example]:
+        return [*self._train, *self._held_out]
 
 
 def _places(files: Files, argument: str) -> Iterator[tuple[str, bytes | Record]]:
@@ -143,7 +140,6 @@ class SourceTask(Task):
         self.source = source
         self.about = source.about
         self.num_held_out = source.num_held_out
-        self.num_known = source.num_known
         self.speculate = source.speculate
 
     def ask(self, example: Example, number: int, split: str) -> Example:
@@ -156,8 +152,8 @@ class SourceTask(Task):
     def held_out(self, number: int) -> Example:
         return self.ask(self.source.held_out(number), number, "held-out")
 
-    def known(self, number: int) -> Example:
-        return self.ask(self.source.known(number), number, "known")
+    def known(self) -> Sequence[Example]:
+        return [self.ask(each, number, "known") for number, each in enumerate(self.source.known())]
 
 
 class WrappedTask(SourceTask):
@@ -204,7 +200,12 @@ class ExamplePrefetcher:
                 self.futures[due] = self.thread.submit(self._make, due, self.share)
         return self.futures.pop(step).result()
 
-    def replacements(self, step: int, attempt: int, places: Sequence[int]) -> list[Example]:
+    def replacements(
+        self,
+        step: int,
+        attempt: int,
+        places: Sequence[int],
+    ) -> list[Example]:
         """New examples for places in the share, with numbers that no step has."""
         unused_step = (attempt + 1) * MOST_STEPS + step
         return self._make(unused_step, [self.share[place] for place in places])

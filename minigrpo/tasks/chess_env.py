@@ -125,7 +125,6 @@ def position_is_held_out(fen: str) -> bool:
 
 
 def question_about(fen: str, uci: str, index: int = 0) -> Example:
-    """The example that asks for the position after a move."""
     answer, kind = transition(fen, uci)
     return Example(f"A: {fen}+{uci}+", answer, index, kind)
 
@@ -137,7 +136,6 @@ class Ply(NamedTuple):
 
 
 def play(rng: Generator) -> list[Ply]:
-    """Play a random game, to its end or to MAX_PLIES."""
     is_sparse = rng.random() < SPARSE_START_FRACTION
     board = sparse_board(rng) if is_sparse else chess.Board()
     plies = list[Ply]()

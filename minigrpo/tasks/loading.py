@@ -19,7 +19,6 @@ TASKS = {
     "prompts": "prompts:Prompts",
     "gym": "gym:Gym",
     "math": "math:Math",
-    "countdown": "countdown:Countdown",
 }
 
 

@@ -35,8 +35,6 @@ REQUESTS = {
 
 
 class Math(Rows):
-    """Scores completions by their final answer."""
-
     reward_weights: Mapping[str, float] = {  # each 0 or 1
         "correct": 1.0,  # the final answer is the true one
         "format": 0.1,  # it is given in the form that the prompt asks for
@@ -44,7 +42,11 @@ class Math(Rows):
     success = "correct"
 
     def __init__(
-        self, seed: int, data: Files = (), eval_data: Files = (), chat: bool = False
+        self,
+        seed: int,
+        data: Files = (),
+        eval_data: Files = (),
+        chat: bool = False,
     ) -> None:
         """With `chat`, prompts are messages of a user, not text that a base model continues."""
         self.chat = chat
@@ -118,7 +120,6 @@ def final_answer(text: str, form: str) -> str:
 
 
 def after_hashes(text: str) -> str:
-    """The rest of the line after the last `####`."""
     _, mark, rest = text.rpartition(HASHES)
     return rest.strip().partition("\n")[0].strip() if mark else ""
 

@@ -1,11 +1,7 @@
 """Questions with known answers, from JSONL files: docs/tasks.md has the format.
 
-`--task-args judge=` says when a completion is right:
-
-    exact  The completion is the answer. Prompts are used as they are; `similarity` pays for being
-           close.
-    none   Only a reward function with success=True can say it. Rows need no answer. Reward
-           functions get this task if no --task is given.
+`--task-args judge=` says when a completion is right: `exact`, if it is the answer, where
+`similarity` pays for being close; `none`, if only a reward function with success=True can say it.
 """
 
 from collections.abc import Mapping
@@ -23,8 +19,6 @@ REQUEST = (
 
 
 class Prompts(SourceTask):
-    """The task of `--task prompts --data FILE.jsonl`."""
-
     def __init__(
         self,
         seed: int,

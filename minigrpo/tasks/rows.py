@@ -96,7 +96,10 @@ def canonical(value: Any) -> Any:
 
 
 def whole_question(
-    text: str, messages: Sequence[Record], tools: Sequence[Record] | None, variables: object
+    text: str,
+    messages: Sequence[Record],
+    tools: Sequence[Record] | None,
+    variables: object,
 ) -> str:
     """A text that tells a prompt apart from others, with the `variables` of the chat template.
 

@@ -95,7 +95,12 @@ class Chat:
             raise ConfigError(f"{self.name} leaves out the tools: choose one that writes them")
         return text
 
-    def _open(self, messages: Sequence[Message], tools: Sequence[Tool], args: Any) -> str:
+    def _open(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        args: Any,
+    ) -> str:
         """The text up to where the policy continues, perhaps within a message of the assistant."""
         *before, last = messages
         if last["role"] != "assistant":
@@ -127,7 +132,6 @@ class Chat:
         args: Mapping[str, Any],
         tools: Sequence[Tool] = (),
     ) -> None:
-        """Raise ConfigError for special tokens in a row, and for messages that are left out."""
         contents = {"message": messages, "tool": tools, "template variable": args}
         for part, content in contents.items():
             text = json.dumps(content, ensure_ascii=False, default=str)

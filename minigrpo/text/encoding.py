@@ -72,7 +72,6 @@ def prompt_text(tokenizer: Tokenizer, example: Example) -> str:
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of a prompt."""
     text = prompt_text(tokenizer, example)
     if messages_of(tokenizer, example):
         return tokenizer.encode(text, special=True)
@@ -80,7 +79,6 @@ def encode_prompt(tokenizer: Tokenizer, example: Example) -> list[int]:
 
 
 def encode_answer(tokenizer: Tokenizer, example: Example) -> list[int]:
-    """The tokens of the true answer."""
     # an answer to messages ends as a turn of the chat template does
     end = tokenizer.turn_end if messages_of(tokenizer, example) else tokenizer.eot
     with refusing(f"{example.label}, the answer"):

@@ -97,7 +97,6 @@ class Tokenizer:
 
     @cached_property
     def first(self) -> list[int]:
-        """The tokens of "a"."""
         return self.encode("a")
 
     def text_within(self, ids: Sequence[int]) -> str:
@@ -200,7 +199,6 @@ def _end_tokens(engine: tokenizers.Tokenizer, eos_token: str, folder: Path) -> l
 
 
 def _chat_template(chat_template: str, settings: Mapping[str, Any], folder: Path) -> str | None:
-    """The template in the file of --chat-template, in the model's own file, or in its settings."""
     file = Path(chat_template or folder / CHAT_TEMPLATE)
     if chat_template or file.is_file():
         return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark

@@ -105,7 +105,6 @@ def show_help(name: str, argv: Sequence[str], prog: str) -> None:
 
 
 def fail(text: str, code: int = 2) -> NoReturn:
-    """End the process with one line on stderr and an exit code."""
     sys.stderr.write(f"error: {printable(text)}\n")
     sys.exit(code)
 

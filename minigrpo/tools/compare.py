@@ -67,7 +67,6 @@ def paired_test(pairs: Sequence[tuple[Answers, Answers]]) -> Difference:
 
 
 def last_answers(run: Run) -> defaultdict[str, Answers]:
-    """The values of a run's last answers, by measure."""
     answers = defaultdict[str, Answers](dict)
     for place, line in enumerate(read_jsonl(run.folder / HELD_OUT)):
         for decoding, ending in (("sampled", SAMPLED), ("greedy", "")):

@@ -19,6 +19,7 @@ from ..run.console import Console
 from ..run.logging import to_json
 from ..runtime.device import pick_device, set_up_process
 from ..runtime.distributed import DistContext
+from ..runtime.parallel import Parallel
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
 from ..text.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def open_with_task(config: Config, console: Console) -> tuple[Sampler, RewardSco
     model = open_model(config, job.tokenizer, console.say)
     source = ModelSource.of(config.model.name)
     run = source.record.settings if source.record else config
-    frozen_models = FrozenModels(job, model, console, {}, run.model.name)
+    frozen_models = FrozenModels(job, model, Parallel(model.device), console, {}, run.model.name)
     sampler = make_sampler(job, model, console.warn)
     return sampler, make_scorer(job, frozen_models, console.warn)
 

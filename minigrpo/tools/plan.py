@@ -1,4 +1,4 @@
-"""Does a training step fit my card? `minigrpo plan [--memory 24GiB] [flags of train]`."""
+"""Does a training step fit my card? `minigrpo plan [--memory 24GiB] [--processes 2] [flags]`."""
 
 import argparse
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ CUDA_CONTEXT = 2**29  # bytes that CUDA itself takes of a card
 def plan_command(argv: Sequence[str], prog: str) -> None:
     parser = argparse.ArgumentParser(prog=prog, add_help=False)
     parser.add_argument("--memory", type=lambda text: float(text.removesuffix("GiB")) * 2**30)
+    parser.add_argument("--processes", type=int, default=1)  # of torchrun, each with a card
     own, flags = parser.parse_known_args(argv)
     if not own.memory and torch.cuda.is_available():
         own.memory = torch.cuda.mem_get_info()[1]  # the memory of this machine's card
@@ -41,11 +42,14 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
         console.say(why)
     num_kept = 0
     if own.memory:
-        config, num_kept = fit_to_memory(config, shape, prompt, own.memory - CUDA_CONTEXT)
+        available = own.memory - CUDA_CONTEXT
+        config, num_kept = fit_to_memory(config, shape, prompt, available, own.processes)
         console.say(f"batch sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
-    components = components_of(config, shape, prompt)
+    components = components_of(config, shape, prompt, own.processes)
     peak = peak_of(components, num_kept)
     components["peak"] = peak
     components["on a card, with CUDA itself"] = peak + CUDA_CONTEXT
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in components.items() if size]
-    console.table(f"memory of one step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows)
+    console.table(
+        f"memory of a process in a step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows
+    )

@@ -43,7 +43,6 @@ class Dialogues:
             self.encode(json.dumps([user if spec.is_game else result]))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
-        """Begin a batch, or begin it again."""
         self.close()
         repeated = [example for example in examples for _ in range(num_samples)]
         self.episodes = [Episode(self.environments.spec_of(each), each) for each in repeated]
@@ -107,13 +106,15 @@ class Dialogues:
             self.warn(text)
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        """Note an error; sys.exit() raises one too."""
         episode.error = failure(error)
         advice = "such a dialogue counts as the worst of its group"
         self._warn_once("error", f"environment: {episode.error}; {advice}")
 
     def _receive(
-        self, episode: Episode, messages: list[Message], error: BaseException | None
+        self,
+        episode: Episode,
+        messages: list[Message],
+        error: BaseException | None,
     ) -> list[int]:
         """Add an answer to the messages. Returns its tokens, or none if the dialogue has ended."""
         if error:
@@ -136,7 +137,12 @@ class Dialogues:
         episode.num_tokens = num_tokens
         return ids
 
-    def _encode(self, messages: str, args: str = "{}", is_closed: bool = True) -> list[int]:
+    def _encode(
+        self,
+        messages: str,
+        args: str = "{}",
+        is_closed: bool = True,
+    ) -> list[int]:
         """The tokens of answers, up to where the next turn begins; for `args` see `template_args`.
 
         A turn that is not closed gets the end that the template writes.

@@ -73,7 +73,6 @@ class EnvironmentSpec:
 
     @cached_property
     def schemas(self) -> dict[str, Schema]:
-        """The schemas of the tools, by name."""
         return {name: tool.schema for name, tool in self.tools_of(self.shown).items()}
 
     def tools_of(self, environment: Any) -> dict[str, Tool]:
@@ -168,7 +167,6 @@ def as_text(observation: Any) -> str:
 
 
 def arguments_of(environment: Any, example: Example) -> Mapping[str, Any]:
-    """The fields of a row that the environment's `reset` takes."""
     named = inspect.signature(environment.reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
         return example.fields
@@ -266,7 +264,12 @@ class Episode:
 class TurnTask(WrappedTask):
     """A task whose prompts end with the environment's first observation, and list the tools."""
 
-    def __init__(self, source: Task, environments: EnvironmentSet, seed: int) -> None:
+    def __init__(
+        self,
+        source: Task,
+        environments: EnvironmentSet,
+        seed: int,
+    ) -> None:
         super().__init__(source)
         self.environments = environments
         self.seed = seed
@@ -293,14 +296,15 @@ class TurnTask(WrappedTask):
             return replace(example, messages=extended(example.messages, observation))
         return replace(example, prompt=example.prompt + observation)
 
-    def known(self, number: int) -> Example:
-        """A row as it is asked, but without the first observation: a reset may take long."""
-        example = self.source.known(number)
-        with refusing(example.label):
-            return self._with_tools(example, self.environments.spec_of(example))
+    def known(self) -> Sequence[Example]:
+        """The rows as they are asked, but without first observations: a reset may take long."""
+        examples = []
+        for example in self.source.known():
+            with refusing(example.label):
+                examples.append(self._with_tools(example, self.environments.spec_of(example)))
+        return examples
 
     def _with_tools(self, example: Example, spec: EnvironmentSpec) -> Example:
-        """Add the tools of the run to a row's own, and replace those of equal names."""
         own = example.tools or ()
         names = spec.schemas.keys()
         others = [each for each in own if each.get("function", each).get("name") not in names]

@@ -170,8 +170,6 @@ def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a call."""
-
     name: str  # the name that was called
     content: str  # the text that the model reads
     has_failed: bool = False
@@ -184,7 +182,10 @@ class Result:
 
 
 def result_of(
-    tools: Mapping[str, Tool], name: str, arguments: Any, timeout_s: float = TIMEOUT_S
+    tools: Mapping[str, Tool],
+    name: str,
+    arguments: Any,
+    timeout_s: float = TIMEOUT_S,
 ) -> Result:
     """Call a tool. If the call is wrong, the result says why in a sentence."""
     if name not in [*tools]:  # a name may be any JSON
