@@ -1,7 +1,8 @@
 """How a step scales with the number of processes: `python benchmark.py scaling`.
 
-It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun. Without
-GPUs they share the cores: the result then shows their overhead, not the gain from a second GPU.
+It runs the same global batch on 1, 2, ... processes of one machine, started by torchrun: with DDP,
+and with --fsdp. Without GPUs they share the cores: the result then shows their overhead, not the
+gain from a second GPU.
 """
 
 import os
@@ -24,6 +25,7 @@ from .measure import Column, Median, Outputs, device_name, show
 
 COLUMNS: tuple[Column, ...] = (
     ("processes", "processes", "{}"),
+    ("weights", "weights", "{}"),
     ("s/step", "s/step", "{}"),
     ("rollout", "rollout", "{:.3f}"),
     ("update", "update", "{:.3f}"),
@@ -33,19 +35,26 @@ COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True)
 class Scaling(Outputs):
-    """Seconds per step of the default job on several processes."""
+    """Seconds per step on several processes, of the default job."""
 
     processes: tuple[int, ...] = (1, 2)
-    """Numbers of processes; each must divide the prompts per step."""
+    """Numbers of processes."""
     steps: int = 15
     """Steps per run; the first 3 are not timed."""
 
     def run(self, console: Console) -> dict[str, Any]:
         rows = list[dict[str, Any]]()
-        for n in track(self.processes, "processes", console=console, transient=True):
-            steps = self._steps(n)
+        ways = [
+            (n, way)
+            for n in self.processes
+            for way in ("whole", "sharded")
+            if n > 1 or way == "whole"
+        ]
+        for n, way in track(ways, "processes", console=console, transient=True):
+            steps = self._steps(n, way == "sharded")
             seconds = Median.of([step["step_time"] for step in steps])
-            row: dict[str, Any] = {"processes": n, "s/step": seconds.text("{:.3f}")}
+            row: dict[str, Any] = {"processes": n, "weights": way}
+            row["s/step"] = seconds.text("{:.3f}")
             row["seconds"] = seconds.middle
             row["rollout"] = median(step["time/rollout"] for step in steps)
             row["update"] = median(step["time/update"] for step in steps)
@@ -56,11 +65,12 @@ class Scaling(Outputs):
         table = show(console, f"{device}; one thread per process", rows, COLUMNS)
         return {"device": device, "rows": rows, "tables": [table]}
 
-    def _steps(self, number_of_processes: int) -> Sequence[LoggedNumbers]:
+    def _steps(self, number_of_processes: int, fsdp: bool) -> Sequence[LoggedNumbers]:
         with TemporaryDirectory() as folder:
             run = Path(folder, "run")
             words = f"-m torch.distributed.run --standalone --nproc_per_node={number_of_processes}"
             words += f" -m minigrpo train --max-steps {self.steps} --eval-every 0 --eval-size 8"
+            words += " --fsdp" * fsdp
             command = [sys.executable, *words.split(), "--save-every=1000000", f"--out-dir={run}"]
             # finds the package of a checkout from any folder
             here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -39,7 +39,6 @@ class NonFiniteGuard:
         self.in_a_row += 1
 
     def check(self) -> None:
-        """Raise Diverged if BAD_STEPS_TO_STOP in a row were bad."""
         if self.in_a_row >= BAD_STEPS_TO_STOP:
             self.in_a_row = 0  # a resume tries as many again
             raise Diverged(

@@ -32,13 +32,8 @@ from .text.tokenizer import Tokenizer
 MIB = 2**20
 FLOAT = 4  # bytes of a number in float32
 LOW = 2  # and under --use-amp
-IN_UPDATE = (  # components
-    "gradients",
-    "casts of weights",
-    "gathered weights",
-    "activations",
-    "logits",
-)
+# components
+IN_UPDATE = ("gradients", "casts of weights", "gathered weights", "activations", "logits")
 IN_ROLLOUT = ("sampler's copy", "KV cache", "states", "decoding round")
 NUM_KINDS = 3  # of generations: of rollouts, and of greedy and sampled evaluations
 CARD_SPARE = 2**29  # bytes for gaps between allocations
@@ -127,14 +122,16 @@ def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, f
 
     # 2. What sampling copies: matrices and the head in 16 bits.
     large = [x for name, x in named.items() if role[name] in LARGE and x.itemsize == FLOAT]
-    copied = float(LOW * sum(x.numel() for x in large) * config.speed.use_amp)
-    gathered = 0.0
+    copied = LOW * sum(x.numel() for x in large) * config.speed.use_amp
+    gathered = 0
     if shards > 1:
         # Two blocks, as the next is on its way; and gradients, which are copied to be shared out.
         gathered = FLOAT * (4 * of_block + 3 * of_ends)
-        # All else is gathered too, and the embedding stays in float32.
-        embedding = FLOAT * shape.vocab_size * shape.width
-        copied = activation_bytes(config) * trained / FLOAT + embedding * config.speed.use_amp
+        # Sampling gathers all else too. Embeddings stay in float32, also one that is the head.
+        low = activation_bytes(config)
+        size = {name: FLOAT if role[name] == "embedding" else low for name in named}
+        copied = sum(size[name] * x.numel() for name, x in named.items())
+        copied += LOW * shape.vocab_size * shape.width * (shape.tied and config.speed.use_amp)
     coded = max((x.nbytes for x in weights if not x.is_floating_point()), default=0)
     return {
         "weights": sum(x.nbytes for x in weights) / shards,

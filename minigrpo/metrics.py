@@ -64,7 +64,6 @@ class Graded:
 
     @classmethod
     def join(cls, shares: "Sequence[Graded]") -> "Graded":
-        """The examples of several processes, in their order."""
         return cls(
             examples=[example for share in shares for example in share.examples],
             texts=[group for share in shares for group in share.texts],

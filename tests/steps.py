@@ -123,10 +123,10 @@ def make_trainer(
     finally:
         torch.set_default_dtype(torch.float32)
     with torch.no_grad():
-        # end of text: some completions get one, at different lengths
         weights = trainer.model.wte.weight
         changed = whole(weights).clone()
-        changed[-1].mul_(8)
+        if trainer.step == 0:
+            changed[-1].mul_(8)  # end of text: some completions get one, at different lengths
         weights.copy_(stored_like(changed, weights))
         if trainer.reference:
             trainer.reference.model.wte.weight.mul_(1.1)
@@ -150,9 +150,9 @@ def bits(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def join(rank: int, port: int) -> DistContext:
-    """Meet the other one of two processes."""
-    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+def join(rank: int, port: int, processes: int = 2) -> DistContext:
+    """Meet the other processes."""
+    os.environ |= {"WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return DistContext.from_env()
 
@@ -163,14 +163,18 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def run_two(work: Callable[[Path, int, list[int]], None], folder: Path) -> None:
-    """Run `work(folder, rank, ports)` in two processes, which may meet twice."""
+def run_together(
+    work: Callable[[Path, int, list[int]], None], folder: Path, processes: int = 2
+) -> list[int | None]:
+    """Run `work(folder, rank, ports)` in processes that may meet twice; return their exit codes."""
     # it imports torch once for both, and has no threads that a fork would lose
     server, ports = multiprocessing.get_context("forkserver"), [free_port(), free_port()]
     server.set_forkserver_preload([work.__module__])
-    pair = [server.Process(target=work, args=(folder, rank, ports)) for rank in range(2)]
-    for process in pair:
+    ranks = range(processes)
+    started = [server.Process(target=work, args=(folder, rank, ports)) for rank in ranks]
+    for process in started:
         process.start()
-    for process in pair:
+    for process in started:
         process.join(120)
         process.kill()
+    return [process.exitcode for process in started]

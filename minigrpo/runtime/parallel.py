@@ -80,6 +80,7 @@ class Sharded(Parallel):
             # 1. This part keeps shards of its weights, and gathers the others when it runs.
             fully_shard(part, mesh=self.mesh)
             part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
             # 2. The model has the same parameters, and gathers nothing.
             for name, shard in part.named_parameters():
                 set_parameter(same_part, name, shard)
