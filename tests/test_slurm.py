@@ -57,7 +57,7 @@ def submit(env: dict[str, str], **changes: Any) -> subprocess.Popen[str]:
         **changes,
     }
     return subprocess.Popen(
-        ["bash", str(SCRIPT), *flags(settings)],
+        ["bash", str(SCRIPT), "--fsdp", *flags(settings)],
         cwd=ROOT,
         env=env,
         start_new_session=True,
