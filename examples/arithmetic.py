@@ -3,8 +3,8 @@
     python examples/arithmetic.py > arithmetic.jsonl
     minigrpo train --config arithmetic --out-dir runs/arithmetic
 
-`python examples/smollm2.py smollm2` makes the model's folder. The last number of an answer counts,
-so the model is free in how it gets there.
+`python examples/from_gguf.py smollm2 smollm2` makes the model's folder. The last number of an
+answer counts, so the model is free in how it gets there.
 """
 
 import json

@@ -2,9 +2,9 @@ r"""Instructions that a program can check, on ordinary questions; SFT would have
 
     minigrpo train --config instructions --out-dir runs/instructions
 
-`python examples/smollm2.py smollm2` makes the model's folder. A question comes with one or two
-instructions, such as "Use no capital letters." One question in ten and some pairs of instructions
-are held out: `new pair` in the evaluations stands for pairs that training never has.
+`python examples/from_gguf.py smollm2 smollm2` makes the model's folder. A question comes with one
+or two instructions, such as "Use no capital letters." One question in ten and some pairs of
+instructions are held out: `new pair` in the evaluations stands for pairs that training never has.
 
 The file also has a reward for rows, from Hugging Face's course, which asks for 50 characters:
 

@@ -34,10 +34,10 @@ TEXT = "7 <answer> 8 </answer> 9\nso 1,234.5."
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from examples.smollm2 import make_folder
+    from examples.from_gguf import main as make_folder
 
     folder = tmp_path_factory.mktemp("model") / "smollm2"
-    make_folder(folder)
+    make_folder("smollm2", str(folder))
     return folder
 
 
