@@ -26,6 +26,7 @@ from .runtime.device import autocast, product_dtype
 from .runtime.parallel import Parallel
 from .sampling.sampler import Sampler
 from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
+from .shards import is_sharded
 from .task import Task
 from .tasks.loading import TASKS, load_task
 from .text.encoding import check_prompt, encode_answer, messages_of, template_args
@@ -196,10 +197,10 @@ class FrozenModels:
         dtype = product_dtype(config.speed)
         if not shares_weights:
             model.requires_grad_(False)
-            if keeps_shards:
-                self.parallel.place(model)
-            else:
+            if not keeps_shards:
                 model = InferenceCopy(model, dtype).model
+            elif not is_sharded(model):  # a copy of the trained model has shards
+                self.parallel.prepare(model)
         size = config.memory.micro_batch_size
         return FrozenModel(
             model,

@@ -50,7 +50,7 @@ class Config(Settings):
         if self.memory.fsdp:
             offloads = self.memory.offload_optimizer or self.memory.offload_reference
             if self.model.lora_rank or offloads or self.speed.amp_dtype == "float16":
-                others = "--offload-... and --amp-dtype float16"
+                others = "--offload-optimizer, --offload-reference and --amp-dtype float16"
                 raise ConfigError(f"--fsdp excludes --lora-rank (its weights fit a card), {others}")
         if self.run.resume == "auto" and not self.run.out_dir:
             raise ConfigError("--resume auto needs --out-dir, the folder of the run to continue")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..model.transformer import Transformer
-from ..shards import is_sharded, set_parameter
+from ..shards import set_parameter
 from .distributed import DistContext
 
 
@@ -46,10 +46,6 @@ class Parallel:
         if self.dist.world_size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def place(self, model: Transformer) -> None:
-        """Move a model without gradients to the device."""
-        model.to(self.device)
 
     def adding_up(self, module: Any, is_last: bool) -> AbstractContextManager[object]:
         """A context for a micro-batch. DDP adds up the gradients of processes in the last one."""
@@ -85,10 +81,6 @@ class Sharded(Parallel):
             for name, shard in part.named_parameters():
                 set_parameter(same_part, name, shard)
         return module
-
-    def place(self, model: Transformer) -> None:
-        if not is_sharded(model):  # a copy of the trained model has shards
-            self.prepare(model)
 
     def adding_up(self, module: Any, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext()  # in each micro-batch, or whole gradients would pile up
