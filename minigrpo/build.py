@@ -40,20 +40,23 @@ MODELS = "model", "reference", "teacher"  # the settings that name models
 CHECKED = 16  # examples of each split that a run makes before it starts
 
 
-def resolve(config: Config, given: Given | None = None, models: Sequence[str] = MODELS) -> Config:
+def resolve(config: Config, given: Given | None = None, *, training: bool = True) -> Config:
     """The config with names whose meaning does not change, so that a resume gets the same files.
 
     ORG/NAME gets the commit on the Hub, --tokenizer auto becomes the model's own tokenizer and chat
-    template, and --task auto becomes a task. Objects get a text that stands for them. `models` are
-    the settings whose models are needed.
+    template, and --task auto becomes a task. Objects get a text that stands for them. Without
+    `training`, only --model is needed.
     """
     given = given or Given()
     settings = config.flat() | given.as_settings()
     if settings["task"] == "auto":
         settings |= _task_of(config, given)
+        is_chess = settings["task"] == "chess-env"
+        if training and is_chess and not given.model and ModelSource.of(settings["model"]).size:
+            raise ConfigError("nothing to train on: give --data with --rewards, or a --task")
     if settings["model"] == SHIPPED and settings["task"] in {*TASKS} - {"chess-env"}:
         raise ConfigError(f"--task {settings['task']} ships no model: give a --model")
-    for name in models:
+    for name in MODELS if training else MODELS[:1]:
         if settings[name] not in ("", SELF, INITIAL):
             settings[name] = ModelSource.of(settings[name]).pinned
     if settings["tokenizer"] == "auto":
@@ -65,10 +68,7 @@ def resolve(config: Config, given: Given | None = None, models: Sequence[str] = 
 
 
 def _task_of(config: Config, given: Given) -> dict[str, Any]:
-    """The task of --task auto: `prompts` for rows, else `chess-env`.
-
-    If the caller gives rewards, they alone are paid.
-    """
+    """The task of --task auto, as docs/tasks.md says: `prompts` for rows, else `chess-env`."""
     settings = config.task
     environments = given.environments(config)
     if environments or given.data or given.eval_data or settings.data or settings.eval_data:
@@ -271,7 +271,9 @@ def check_examples(job: Job, context: int, console: Console) -> None:
     for example in [*asked, *made]:
         _check_fit(job, context, example)
 
-    # 2. What is plausible in examples, but has no effect or another one.
+    # 2. What is plausible, but has no effect or another one.
+    if config.model.base_dtype != config.model.matrix_dtype:
+        console.warn("--base-dtype stores frozen weights: without --lora-rank, --model has none")
     examples = [*known, *made]
     for example in examples:
         if messages_of(tokenizer, example):  # there it is an error

@@ -3,9 +3,6 @@
 In Python a setting is `config.sampling.group_size`. Flags, TOML files without tables and
 `Config.of(...)` leave the group out: `--group-size 8`, `Config.of(group_size=8)`. The setting
 `name` of a group is the flag of the group: `config.loss.name` is `--loss`.
-
-The command line overrides `--config FILE.toml`, which overrides the defaults of the
-task or of a published model, which override those in settings.py.
 """
 
 import os

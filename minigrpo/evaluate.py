@@ -59,10 +59,7 @@ def complete_prompt(
     n: int,
     raw: bool,
 ) -> Sequence[Completion]:
-    """n completions of a prompt, or for 0 the greedy one.
-
-    A text becomes a user's message if the model has a chat template, unless it is `raw`.
-    """
+    """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message."""
     if not isinstance(prompt, str):
         example = Example("", messages=tuple(prompt))
     elif sampler.tokenizer.chat and not raw:

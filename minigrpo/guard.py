@@ -40,7 +40,6 @@ class NonFiniteGuard:
 
     def check(self) -> None:
         if self.in_a_row >= BAD_STEPS_TO_STOP:
-            self.in_a_row = 0  # a resume tries as many again
             raise Diverged(
                 f"{BAD_STEPS_TO_STOP} steps in a row had a loss or gradient that is not finite; "
                 "a smaller --learning-rate, or no --use-amp, may help"

@@ -56,10 +56,8 @@ class Learner:
         learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
         self.entropy: Entropy = "learnt" if learns_entropy else "measured"
 
-        self.model.set_training(
-            checkpointing=config.memory.gradient_checkpointing,
-            compiled=config.speed.compile_model,
-        )
+        self.model.checkpointing = config.memory.gradient_checkpointing
+        self.model.compiled = config.speed.compile_model
         self.wrapped: Any = self.parallel.prepare(self.model)
         self.scaler = grad_scaler(config.speed, self.device)
         self.optimizer = make_optimizer(self.model, config)
@@ -134,7 +132,8 @@ class Learner:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
         has_other_model = batch.reference_logp is not None or batch.teacher_logp is not None
         has_other_signal = has_other_model or self.config.loss.entropy_coef > 0
-        if batch.advantages is None or has_other_signal or not self.loss.skips_zero_advantages:
+        has_other_term = self.loss.surrogate not in (losses.clipped, losses.cispo)
+        if batch.advantages is None or has_other_signal or has_other_term:
             return list(range(len(batch)))
         return batch.advantages.any(-1).nonzero()[:, 0].tolist() or [0]
 
@@ -269,6 +268,6 @@ class Learner:
         self.steps_done = state["step"]
         load_trained_state(self.model, state["model"])
         load_optimizer(self.optimizer, state["optimizer"], self.config.speed.fused_optimizer)
-        vars(self.guard).update(state["guard"])
+        vars(self.guard).update(state["guard"], in_a_row=0)  # a resume tries as many again
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])

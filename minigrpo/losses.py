@@ -8,9 +8,7 @@ n_i = sum_t m the length of completion i. The whole step has B completions and N
     l  = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_coef * kl  term, per token
     L  = sum(w * l)                                                        loss
 
-Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w. A user's
-loss is such a row, or a function from `LossInputs` to the term. The weights come from counts over
-the whole optimizer step, so that no gradient depends on micro-batches or processes.
+Each loss is a row of LOSSES, which says how to form the ratio, the term and the weights w.
 """
 
 import math
@@ -134,11 +132,6 @@ class LossSpec:
     estimator: str = "group_mean"
     scale: str = "group"
     needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
-
-    @property
-    def skips_zero_advantages(self) -> bool:
-        """Whether groups whose advantages are all 0 have no gradient, and need no update."""
-        return self.surrogate in (clipped, cispo)
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:

@@ -24,6 +24,7 @@ from .model.shape import AttentionShape, GatedDeltaShape, LayerShape, ShortConvS
 from .model.source import ModelSource
 from .model.transformer import ModelShape, Transformer
 from .model.weights import LARGE, roles
+from .runtime.device import product_dtype
 from .settings import INITIAL, SELF
 from .task import Task
 from .text.encoding import encode_prompt
@@ -105,6 +106,7 @@ def components_of(
 def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, float]:
     """Bytes of the weights and of what belongs to them, by component."""
     shards = processes if config.memory.fsdp else 1
+    low = product_dtype(config.speed).itemsize
     model = Transformer(shape, seed=None)
     if config.model.lora_rank:
         model.store(config.model.base_dtype)
@@ -128,7 +130,6 @@ def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, f
         # Two blocks, as the next is on its way; and gradients, which are copied to be shared out.
         gathered = FLOAT * (4 * of_block + 3 * of_ends)
         # Sampling gathers all else too. Embeddings stay in float32, also one that is the head.
-        low = activation_bytes(config)
         size = {name: FLOAT if role[name] == "embedding" else low for name in named}
         copied = sum(size[name] * x.numel() for name, x in named.items())
         copied += LOW * shape.vocab_size * shape.width * (shape.tied and config.speed.use_amp)
@@ -136,7 +137,7 @@ def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, f
     return {
         "weights": sum(x.nbytes for x in weights) / shards,
         # a matrix of NF4, and its codes of pairs as int32
-        "decoded": 2 * (activation_bytes(config) + 2) * coded,
+        "decoded": 2 * (low + 2) * coded,
         "gradients": trained / shards,
         "AdamW's moments": 2 * trained / shards * (not config.memory.offload_optimizer),
         "casts of weights": LOW * cast * config.speed.use_amp,
@@ -145,11 +146,6 @@ def weights_of(config: Config, shape: ModelShape, processes: int) -> dict[str, f
         "reference": frozen_bytes(config, model, config.loss.reference_model) / shards,
         "teacher": frozen_bytes(config, model, config.loss.teacher) / shards,
     }
-
-
-def activation_bytes(config: Config) -> int:
-    """Bytes of a number in activations and in the cache."""
-    return LOW if config.speed.use_amp else FLOAT
 
 
 def work_of(
@@ -161,7 +157,7 @@ def work_of(
     """Bytes of a micro-batch and of a rollout, by component."""
     memory = config.memory
     sampling = config.sampling
-    size = activation_bytes(config)
+    size = product_dtype(config.speed).itemsize  # of a number in activations and in the cache
     group = 1 if config.supervised else sampling.group_size
     length = sampling.max_new_tokens
     share = -(-sampling.prompts_per_step // processes)

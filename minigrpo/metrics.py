@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from .statistics import PartlyKnown, means
-from .types import EXACT, REWARD, Completion, Example, RewardTable, RolloutBatch
+from .types import EXACT, REWARD, Completion, Example, PerPrompt, RewardTable, RolloutBatch
 
 SAMPLED = "_sampled"  # the end of the key of a measure of sampled completions
 
@@ -52,7 +52,7 @@ def dialogue_metrics(texts: Sequence[Sequence[Completion]]) -> dict[str, ArrayLi
 
 
 @dataclass(frozen=True)
-class Graded:
+class Graded(PerPrompt):
     """K completions of each of n evaluation examples, and their scores."""
 
     examples: Sequence[Example]  # [n]
@@ -61,15 +61,6 @@ class Graded:
     # the reward that says which completions are right; EXACT without such a reward means that they
     # equal the answer; REWARD means that nothing says so
     success: str
-
-    @classmethod
-    def join(cls, shares: "Sequence[Graded]") -> "Graded":
-        return cls(
-            examples=[example for share in shares for example in share.examples],
-            texts=[group for share in shares for group in share.texts],
-            rewards=RewardTable.join([share.rewards for share in shares]),
-            success=shares[0].success,
-        )
 
     @property
     def right(self) -> PartlyKnown:

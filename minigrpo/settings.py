@@ -43,6 +43,8 @@ def read_pairs(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     texts = re.split(r",\s*(?=\w+=)", value)
+    if not all("=" in text for text in texts if text):
+        raise ValueError("give NAME=VALUE,..")
     pairs: dict[str, Any] = dict(text.split("=", 1) for text in texts if text)
     for name, text in pairs.items():
         with suppress(ValueError):

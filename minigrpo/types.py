@@ -126,6 +126,8 @@ def _join_rows(*values: Any) -> Any:
         return torch.cat(values)
     if isinstance(first, list):
         return [row for value in values for row in value]
+    if isinstance(first, str):  # of the whole batch
+        return first
     return None if all(value is None for value in values) else sum(values)
 
 

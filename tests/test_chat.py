@@ -9,7 +9,7 @@ import pytest
 
 from minigrpo.model.frozen_model import with_context
 from minigrpo.text.chat import Chat
-from minigrpo.text.encoding import encode_pairs, encode_prompt, prompt_within
+from minigrpo.text.encoding import encode_pairs, encode_prompt
 from minigrpo.text.tokenizer import Tokenizer, load_tokenizer
 from minigrpo.types import Example
 
@@ -166,13 +166,6 @@ def test_variables_reach_the_template_and_those_of_a_row_count_above(
     assert tokenizer.chat
     assert tokenizer.chat.between(ask("b"), own).endswith(NO_THOUGHT) == is_off
     assert tokenizer.chat.variables == {"enable_thinking"}
-
-
-def test_variables_that_nothing_can_read_are_refused(tmp_path: Path) -> None:
-    tokenizer, _ = load(tmp_path, "qwen3")
-    wrong = Example("", messages=ask("a"), fields={"chat_template_kwargs": "false"}, place="line 3")
-    assert "line 3" in refused(prompt_within, tokenizer, wrong, 999)
-    refused(load_tokenizer, "chess", chat_args=OFF)
 
 
 def test_a_system_message_begins_all_chats_without_one(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from minigrpo.model.shape import ModelShape
 from minigrpo.optimizer import grad_scaler
 from minigrpo.runtime import device as layers
 
-from .steps import SHAPES, attending, make_completions
+from .steps import SHAPES, make_completions
 from .tiny import refused
 
 CPU = torch.device("cpu")
-SHAPE = ModelShape(vocab_size=23, context=40, layers=attending(2), width=16, heads=2)
 IDS = torch.arange(24).reshape(2, 12) % 12
 config = Config.of
 
@@ -57,7 +56,7 @@ def test_amp_is_autocast_and_float16_is_for_cuda() -> None:
     assert not grad_scaler(config(amp_dtype="float16").speed, CPU).is_enabled()
 
 
-@pytest.mark.parametrize("shape", [SHAPE, *SHAPES.values()])
+@pytest.mark.parametrize("shape", SHAPES.values())
 def test_an_inference_copy_gives_the_numbers_of_autocast(shape: ModelShape) -> None:
     speed = config(use_amp=True).speed
     model = Transformer(shape, seed=1)
@@ -95,10 +94,8 @@ def test_training_layers_spare_the_sampler(option: str, monkeypatch: pytest.Monk
     loss_of(model).backward()
     assert not compiled and len(ran) == 1
     packing = Packing(pack(make_completions(0)))
-    model.set_training(
-        checkpointing=option == "gradient_checkpointing",
-        compiled=option == "compile_model",
-    )
+    model.checkpointing = option == "gradient_checkpointing"
+    model.compiled = option == "compile_model"
     with torch.no_grad():
         model(packing)
     assert not compiled and len(ran) == 2

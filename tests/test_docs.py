@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import api_page
 from benchmarks.cli import BENCHMARKS
-from minigrpo.config import TRL_WORDS, places, settings_for
+from minigrpo.config import HUGE, LARGE, MEDIUM, TRL_WORDS, places, settings_for
 from minigrpo.model.shape import Size
+from minigrpo.run.logging import read_jsonl
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.compare import CompareArguments
 from minigrpo.tools.models import EvaluateArguments, ExportArguments, SampleArguments
@@ -37,7 +39,7 @@ OTHERS = {
     "master-addr",
     "max-restarts",
 }
-OTHERS |= {"logdir", "no-deps", "processes"}
+OTHERS |= {"logdir", "no-deps", "processes", "model-args", "tasks", "apply-chat-template"}
 FEW = {
     "train": ["--max-steps=1", "--prompts-per-step=2", "--max-new-tokens=4", "--eval-size=2"],
     "evaluate": ["--n=2"],
@@ -85,7 +87,7 @@ def commands() -> list[list[str]]:
     blocks = [block for page in PAGES for block in CODE.findall(page.read_text())]
     code = "".join(body for language, body in blocks if language == "bash").replace("\\\n", " ")
     code = code.replace("step_000300", "step_000001")
-    code = re.sub(r"Qwen/\S+|models/qwen|sft-adapter", "smollm2", code)
+    code = re.sub(r"Qwen/\S+|models/qwen|sft-adapter|\badapters\b", "smollm2", code)
     lines = [shlex.split(line, comments=True) for line in code.splitlines()]
     return [words for words in lines if words[:1] == ["minigrpo"]]
 
@@ -107,37 +109,48 @@ def test_every_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         words += FEW.get(command, [])
         run_command(command, [path for word in words for path in glob(word) or [word]], "minigrpo")
         for copied in ("gsm8k", "a", "b", "a-0", "b-0"):
-            shutil.copytree("runs/arithmetic", f"runs/{copied}", dirs_exist_ok=True)
+            shutil.copytree("runs/qwen", f"runs/{copied}", dirs_exist_ok=True)
 
 
-def test_the_table_of_trls_names_is_that_of_the_code() -> None:
-    page = (ROOT / "docs/trl.md").read_text().replace("`", "")
-    rows = re.findall(r"^\| (.+) \|$", page, re.MULTILINE)
-    assert rows[1:] == [f"{word} | {here}" for word, here in TRL_WORDS.items()]
+def test_the_page_for_trls_users_agrees_with_the_messages() -> None:
+    page = (ROOT / "docs/trl.md").read_text()
+    for words, here in re.findall(r"^\| (`.+) \| (.+) \|$", page, re.MULTILINE):
+        for word in re.findall(r"`(\w+)`", words):
+            assert set(re.findall(r"--[\w-]+", TRL_WORDS[word])) <= set(
+                re.findall(r"--[\w-]+", here)
+            )
 
 
 def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     section = (ROOT / "docs/models.md").read_text().split("## Defaults")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(.+) \|$", section, re.MULTILINE)
-    named = {row.split("`")[0] for row in rows}
-    for row in rows:
-        words, parameters, *cells = row.split("|")
-        name = words.split("`")[0]
-        loss = "nll" if "nll" in words else "grpo"
-        least = int(float(parameters.split()[0]) * 10**6)
-        for is_lora, cell in enumerate(cells):
-            device = "cpu" if "(on a CPU)" in words else "cuda"
-            given = {"lora_rank": is_lora, "loss": loss, "device": device}
-            fit = settings_for(Size(least, 10**6), given)
-            below = settings_for(Size(least - 1, 10**6), given)
-            assert fit.keys() <= named
-            assert str(fit.get(name, "")) == cell.strip()
-            assert least == 0 or name not in fit or below.get(name) != fit[name]
-            if "(on a" in words:
-                given["device"] = "cuda" if device == "cpu" else "cpu"
-                assert name not in settings_for(Size(least, 10**6), given)
+    rows = re.findall(r"^\| `(\w+)`(.*?) \| (.*) \|$", section, re.MULTILINE)
+    for name, when, cells in rows:
+        given = {
+            "lora_rank": int("LoRA" in when),
+            "loss": "nll" if "nll" in when else "grpo",
+            "device": "cpu" if "CPU" in when else "cuda",
+        }
+        large = HUGE if name == "base_dtype" else LARGE
+        columns = zip(
+            cells.split("|"), [(1, MEDIUM), (MEDIUM, LARGE), (large, 2 * HUGE)], strict=True
+        )
+        for cell, (least, above) in columns:
+            for parameters in (least, above - 1):
+                fit = settings_for(Size(int(parameters), 10**6), given)
+                assert fit.keys() <= {name for name, *_ in rows}
+                assert str(fit.get(name, "")) == cell.strip()
+
+
+def test_a_page_explains_every_metric_of_a_run(finished_run: Path) -> None:
+    page = (ROOT / "docs/running.md").read_text()
+    for key in read_jsonl(finished_run / "metrics.jsonl")[0].keys() - {"step"}:
+        assert f"`{re.sub(r'rewards/[a-z_]+', 'rewards/<name>', key)}`" in page, key
+
+
+def test_the_page_of_the_api_is_that_of_the_docstrings() -> None:
+    assert (ROOT / "docs/api.md").read_text() == api_page.page()
 
 
 def test_pages_are_few_and_short() -> None:

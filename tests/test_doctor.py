@@ -9,7 +9,7 @@ import pytest
 
 from minigrpo.config import Config
 from minigrpo.run.logging import Run
-from minigrpo.tools.doctor import FEWEST_STEPS, HEADLINES, RULES, diagnose
+from minigrpo.tools.doctor import FEWEST_STEPS, RULES, diagnose
 
 STEPS = 100
 
@@ -32,6 +32,7 @@ HEALTHY = {
 }
 EVALUATED = [(0, 0.3), (50, 0.4), (100, 0.5)]
 FALLING = [(0, 0.3), (50, 0.5), (100, 0.35)]
+DESTROYED = [(0, 0.3), (50, 0.35), (100, 0.05)]
 
 
 def made_up(metrics: Any, evaluated: Any = EVALUATED, **settings: Any) -> Run:
@@ -53,6 +54,7 @@ rare = np.zeros(STEPS)
 rare[70:] = 2
 FAULTS = [  # of each rule in turn
     {"rewards/exact/failures": rare},
+    {},
     {"frac_reward_zero_std": between(0.3, 0.95)},
     {"rewards/check/mean": np.zeros(STEPS)},
     {"reward": between(0.5, 0.5)},
@@ -62,9 +64,9 @@ FAULTS = [  # of each rule in turn
     {"sampling/logp_difference_mean": between(0.01, 0.01)},
     {},
 ]
+FALLS = {1: DESTROYED, len(RULES) - 1: FALLING}  # the evaluations of rules on these
 FAULTY = [
-    made_up(HEALTHY | fault, FALLING if rule.series == HEADLINES else EVALUATED)
-    for rule, fault in zip(RULES, FAULTS, strict=True)
+    made_up(HEALTHY | fault, FALLS.get(number, EVALUATED)) for number, fault in enumerate(FAULTS)
 ]
 
 

@@ -564,7 +564,7 @@ def test_weights_are_of_the_settings_commit(asked: list[dict[str, Any]]) -> None
     source.load("float32", 0, print)
     assert [call["revision"] for call in asked] == ["v1.0", source.commit]
     assert "tokenizer.model" in asked[0]["allow_patterns"]  # an export keeps it
-    config = resolve(Config.of(model="org/model"))  # a run names the commit
+    config = resolve(Config.of(model="org/model", data="rows.jsonl"))  # a run names the commit
     assert config.model.name == f"org/model@{source.commit}"
     assert resolve(config) == config
 

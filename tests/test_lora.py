@@ -78,16 +78,6 @@ def gradient(model: Transformer, completions: Completions) -> list[Tensor]:
     return list(torch.autograd.grad((logp * weights).sum(), trained))
 
 
-def test_adapters_start_without_effect_and_alone_have_a_gradient(model: Transformer) -> None:
-    before = model.logits(TOKENS)
-    lora.add_adapters(model, rank=2, alpha=4)
-    assert torch.equal(model.double().logits(TOKENS), before)
-    randomise(model)
-    model.logits(TOKENS).square().sum().backward()
-    for name, p in model.named_parameters():
-        assert (p.grad is not None) == name.endswith(ADAPTERS)
-
-
 def test_the_gradient_is_that_of_full_training_by_the_chain_rule(model: Transformer) -> None:
     """W + s B A: the gradient of B is s dW A', that of A is s B' dW."""
     full = lora.merge_adapters(copy.deepcopy(with_adapters(model)))
@@ -222,21 +212,6 @@ def test_targets_are_names_of_layers(shape: str) -> None:
     assert lora.layer_names(model, lora.adapters(model)) == names[:1]
     lora.add_adapters(every, rank=1)
     assert lora.layer_names(every, lora.adapters(every)) == names
-
-
-def test_a_checkpoint_holds_adapters_and_fits_its_own_model_alone(model: Transformer) -> None:
-    state = copy.deepcopy(lora.trained_state(with_adapters(model)))
-    assert state and all(name.endswith(ADAPTERS) for name in state)
-    expected = model.logits(TOKENS)
-    lora.load_trained_state(model, {name: torch.zeros_like(x) for name, x in state.items()})
-    assert not torch.equal(model.logits(TOKENS), expected)
-    lora.load_trained_state(model, state)
-    assert torch.equal(model.logits(TOKENS), expected)
-    name, x = next(iter(state.items()))
-    missing = {other: y for other, y in state.items() if other != name}
-    for wrong in (missing, {**state, "head.lora_A": x}, {**state, name: x[:1]}):
-        with pytest.raises(RuntimeError):
-            lora.load_trained_state(model, wrong)
 
 
 def test_a_file_has_the_names_and_settings_of_peft(tmp_path: Path) -> None:

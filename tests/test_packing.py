@@ -30,8 +30,8 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 
 def test_the_worked_example_on_the_page_is_what_the_code_computes() -> None:
-    page = (ROOT / "docs/grpo.md").read_text().replace("```", "")
-    example = doctest.DocTestParser().get_doctest(page, {}, "grpo.md", None, 0)
+    page = (ROOT / "CONTRIBUTING.md").read_text().replace("```", "")
+    example = doctest.DocTestParser().get_doctest(page, {}, "CONTRIBUTING.md", None, 0)
     result = doctest.DocTestRunner().run(example)
     assert result.attempted > 10 and not result.failed
 
@@ -101,7 +101,7 @@ def test_every_family_is_as_the_naive_forward(family: str, monkeypatch: pytest.M
     monkeypatch.setattr(logprobs, "SMALLEST_CHUNK", 5)
     for chunked in (False, True):
         monkeypatch.setattr(logprobs, "MAX_LOGITS", {"cpu": 1 if chunked else 1 << 22})
-        model.set_training(checkpointing=chunked, compiled=False)
+        model.checkpointing = chunked
         for name in ("repeated", "prefix-tree"):
             packing = Packing(pack(completions, name))
             found = model(packing, 0.7, "measured")

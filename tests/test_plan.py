@@ -173,7 +173,7 @@ def test_the_update_takes_what_the_closed_forms_say(
     config = job(**settings, prompts_per_step=3, group_size=6, max_new_tokens=40)
     model = Transformer(shape)
     add_adapters(model, config.model.lora_rank)
-    model.set_training(checkpointing=config.memory.gradient_checkpointing, compiled=False)
+    model.checkpointing = config.memory.gradient_checkpointing
     completions = made_up(shape, 3, group=6, prompt=30, length=40)
     packing = Packing(pack(completions, config.speed.packing))
 

@@ -282,6 +282,8 @@ def test_a_run_that_diverges_keeps_its_last_finite_steps(tmp_path: Path) -> None
     saved = load_checkpoint(newest(tmp_path / "bad", pytest.fail))
     assert saved["step"] == run.step == 7
     assert is_finite(saved)
+    again = make(tmp_path / "bad", num_iterations=1, max_steps=20, resume="auto")
+    assert again.one_step()["skipped_steps"] == 6
     huge = make(tmp_path / "huge", learning_rate=1e38, warmup_steps=0, kl_coef=0)
     with pytest.raises(RunFailed):
         huge.fit()

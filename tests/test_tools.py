@@ -13,6 +13,7 @@ import torch
 
 from minigrpo import Config, Trainer, Transformer
 from minigrpo.config import places, read_toml
+from minigrpo.evaluate import grade
 from minigrpo.guard import Diverged
 from minigrpo.model.source import RECORD, ModelSource
 from minigrpo.run.console import Console
@@ -93,7 +94,9 @@ def test_an_error_is_one_printable_line_and_an_exit_code_and_a_bug_keeps_its_tra
         ["plan", "--model", "nowhere/at all"],
         ["evaluate", "shipped", "--n", "0"],
         ["evaluate", "nowhere"],
-        ["sample", "shipped"],
+        ["train", "--task", "gym"],
+        ["train", "--task-args", "seed"],
+        ["train", "--data", "openai/gsm8k"],
         ["evaluate", "shipped", "--task", "nonsense"],
         ["sample", "shipped", "--prompt", "A", "--max-new-tokens", "100000"],
         ["doctor"],
@@ -160,6 +163,18 @@ def test_a_prompt_is_a_message_or_raw(tmp_path: Path, capsys: pytest.CaptureFixt
     assert answer("--n", 0, "--raw") != greedy  # without the template
     assert answer("--temperature", 9) != greedy
     assert answer("--top-k", 1) == greedy
+
+
+def test_without_a_prompt_a_question_is_shown_with_what_its_answers_earn(
+    finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("sample", finished_run, "--n", 2) == 0
+    printed = capsys.readouterr().out
+    sampler, scorer = open_with_task(settings_of(finished_run), Console(quiet=True))
+    example = scorer.task.held_out(0)
+    graded = grade(sampler, scorer, [example], 2)
+    earned = [f"{total:.4g}" for total in graded.rewards.total[0]]
+    assert all(text in printed for text in [example.prompt, *graded.texts[0], *earned])
 
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:

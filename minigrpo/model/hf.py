@@ -90,7 +90,9 @@ def weight_files(file: Path) -> list[Path]:
     endings = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
     others = [other.name for other in folder.glob("*") if other.name.endswith(endings)]
     if others or not (folder / CONFIG).exists():
-        raise ConfigError(f"{folder}: has no {WEIGHTS}, only {', '.join(others) or 'other files'}")
+        found = ", ".join(others) or "other files"
+        advice = "; examples/from_gguf.py converts .gguf" if ".gguf" in found else ""
+        raise ConfigError(f"{folder}: has no {WEIGHTS}, only {found}{advice}")
     return []
 
 

@@ -2,7 +2,7 @@
 
 `prefix-tree` runs each prompt once, and each distinct prefix of its group's completions once.
 `repeated`, the reference, runs each completion with its own copy of the prompt. `pack` runs once
-per step, on the host; `Packing` joins the prompts of a micro-batch. docs/grpo.md has a worked
+per step, on the host; `Packing` joins the prompts of a micro-batch. CONTRIBUTING.md has a worked
 example.
 """
 

@@ -96,6 +96,7 @@ class Transformer(Weights):
         """With a `seed` of None the weights are on `meta`, without memory."""
         super().__init__()
         self.shape = shape
+        # whether passes with gradients compute blocks again in the backward pass, and compile
         self.checkpointing = False
         self.compiled = False
         self.ropes = {layer.rope for layer in shape.attention_layers.values() if layer.rope}
@@ -108,11 +109,6 @@ class Transformer(Weights):
             self.head = None if shape.tied else Linear(shape.width, shape.vocab_size, bias=False)
         if seed is not None:
             self.initialise(torch.Generator().manual_seed(seed))
-
-    def set_training(self, *, checkpointing: bool, compiled: bool) -> None:
-        """Whether passes with gradients compute blocks again in the backward pass, and compile."""
-        self.checkpointing = checkpointing
-        self.compiled = compiled
 
     @property
     def device(self) -> torch.device:

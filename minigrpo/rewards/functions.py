@@ -132,10 +132,7 @@ def as_numbers(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def as_scores(answers: Any, number: int) -> Scores:
-    """What a reward answers for `number` texts. Raises an error for answers of another shape.
-
-    None says that the reward does not concern a text. A number that is not finite is a failure.
-    """
+    """What a reward answers for `number` texts. Raises an error for answers of another shape."""
     applies = np.ones(number, dtype=bool)
     if isinstance(answers, list | tuple):
         applies = np.array([answer is not None for answer in answers], dtype=bool)
@@ -147,7 +144,8 @@ def as_scores(answers: Any, number: int) -> Scores:
 
 
 def _as_array(answer: Any, shape: tuple[int, ...]) -> np.ndarray:
-    tensor = torch.as_tensor(answer, dtype=torch.float64, device="cpu")
+    with refusing(f"returned {answer!r:.80}"):
+        tensor = torch.as_tensor(answer, dtype=torch.float64, device="cpu")
     if tensor.shape != shape:
         raise ValueError(f"returned {answer!r:.80}, not numbers of the shape {list(shape)}")
     return tensor.detach().numpy().copy()

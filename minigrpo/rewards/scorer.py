@@ -191,6 +191,8 @@ class RewardScorer:
                     self.first_errors[function.name] = first
                     cost = "such completions count as the worst of their group"
                     self.warn(f"reward {function.name}: {first}; {cost}")
+        if not any(answer.applies.any() for answer in scores):
+            self.warn(f"reward {function.name} is None for a whole batch: does it lack a return?")
         return Scores.join(scores).select(batch.places if function.grouped else batch.same)
 
 

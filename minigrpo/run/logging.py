@@ -222,7 +222,7 @@ class Run:
         costs = []
         for name in ("step_time", "memory/peak_mib"):
             values = self.curve(name).values()
-            costs.append(f"{median(values):.3g}")
+            costs.append(f"{median(values):,.4g}")
         steps = str(self.metrics[-1]["step"])
         return [self.name, steps, held_out[0], held_out[-1], *costs]
 

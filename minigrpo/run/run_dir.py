@@ -1,8 +1,6 @@
 """A run's folder: make or reopen it, lock it, load what --resume names, save checkpoints.
 
-docs/running.md lists its files. A folder belongs to one run: `--resume auto` goes on in it, and a
-branch from an earlier step needs another folder. So a start removes nothing but log lines of steps
-that it makes again. A checkpoint is the first file: a folder with any other, but no whole
+docs/running.md lists its files. A checkpoint is the first: a folder with any other, but no whole
 checkpoint, has lost its own.
 """
 

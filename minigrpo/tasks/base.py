@@ -38,9 +38,7 @@ class Generated(Task):
 class Rows(Task):
     """The examples of files. An epoch visits every row once, in an order of its own.
 
-    `--eval-data` is held out whole; without it a tenth of the questions of `--data`, by a hash. A
-    question is the whole prompt: the messages, the tools and the template's variables; with an
-    environment, the whole row. It counts once in an evaluation, however many rows ask it.
+    docs/tasks.md says what is held out, and what a question is.
     """
 
     def __init__(
@@ -77,7 +75,8 @@ class Rows(Task):
         for place, record in _places(files, argument):
             with refusing(place):
                 if isinstance(record, bytes):
-                    record = json.loads(record)
+                    with refusing("not JSON Lines; pass other tables as rows, from Python"):
+                        record = json.loads(record)
                 row = self.parse(plain(record))
                 question = canonical(row.question)
                 if not question:

@@ -6,6 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from ..errors import refusing
 from ..task import Task
 from ..types import ConfigError
 from ..userfiles import load_file
@@ -48,6 +49,8 @@ def load_task(
     offered = {"seed": seed, "chat": chat, "environment": environment}
     named = inspect.signature(task_class).parameters
     taken = {name: value for name, value in offered.items() if name in named}
+    with refusing(f"--task {task}, --task-args"):
+        inspect.signature(task_class).bind(**taken, **given)
     made = task_class(**taken, **given)
     return made if task in TASKS else WrappedTask(made)
 
@@ -56,7 +59,12 @@ def sources(data: Data) -> list[Any]:
     """The files of --data or --eval-data. A caller's rows are one source."""
     if not isinstance(data, str):
         return [data]
-    return [Path(name.strip()) for name in data.split(",") if name.strip()]
+    files = [Path(name.strip()) for name in data.split(",") if name.strip()]
+    for file in files:
+        if not file.exists():
+            advice = "load a data set of the Hub with `datasets`: docs/recipes.md"
+            raise ConfigError(f"--data {file}: there is no such file; {advice}")
+    return files
 
 
 def named_class(task: str | type[Task]) -> type[Task]:

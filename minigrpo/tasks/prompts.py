@@ -1,8 +1,4 @@
-"""Questions with known answers, from JSONL files: docs/tasks.md has the format.
-
-`--task-args judge=` says when a completion is right: `exact`, if it is the answer, where
-`similarity` pays for being close; `none`, if only a reward function with success=True can say it.
-"""
+"""Questions with known answers, from JSONL files: docs/tasks.md has the format and the judges."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -125,9 +125,7 @@ def text_field(record: Record, keys: Iterable[str], default: str | None = None) 
 def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     """Read a row with a question, or the messages of a chat, and an answer; all stay as they are.
 
-    Messages stand under `prompt` and `completion` (TRL's form), or without a prompt under
-    `messages` (OpenAI's). If the last one is the assistant's, it is the answer; at the end of a
-    prompt it is the beginning of the answer. With `needs_answer`, a row without one is refused.
+    docs/tasks.md has the forms. With `needs_answer`, a row without one is refused.
     """
     # 1. The messages, without the answer if they have it.
     prompt = record.get("prompt") or record.get("messages")

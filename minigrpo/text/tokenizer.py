@@ -155,7 +155,10 @@ def load_tokenizer(
         # 3. The chat.
         chat = None
         turn_end = ends[0]
-        template = _chat_template(chat_template, settings, folder)
+        template = settings.get("chat_template")
+        file = Path(chat_template or folder / CHAT_TEMPLATE)
+        if chat_template or file.is_file():
+            template = file.read_text("utf-8-sig")  # some editors write a byte order mark
         if template:
             where = f"the chat template of {chat_template or name}"
             chat = Chat(template, where, named, [*special], system, chat_args)
@@ -196,13 +199,6 @@ def _end_tokens(engine: tokenizers.Tokenizer, eos_token: str, folder: Path) -> l
     if not ends:
         raise ValueError(f"no eos_token in {TOKENIZER_CONFIG} or {CONFIG}")
     return ends
-
-
-def _chat_template(chat_template: str, settings: Mapping[str, Any], folder: Path) -> str | None:
-    file = Path(chat_template or folder / CHAT_TEMPLATE)
-    if chat_template or file.is_file():
-        return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
-    return settings.get("chat_template")
 
 
 def _special_tokens(

@@ -27,12 +27,12 @@ class Rule(NamedTuple):
     fewest: int = FEWEST_STEPS  # logged steps below which the rule is silent
 
 
-def at_first(values: np.ndarray) -> float:
+def early(values: np.ndarray) -> float:
     """The median of the first two fifths."""
     return float(np.median(values[: 1 + len(values) * 2 // 5]))
 
 
-def at_last(values: np.ndarray) -> float:
+def late(values: np.ndarray) -> float:
     """The median of the last fifth."""
     return float(np.median(values[-1 - len(values) // 5 :]))
 
@@ -42,7 +42,12 @@ def solved(run: Run) -> bool:
     return any(estimate.low > 0.85 for estimate in run.headlines)  # infinite if not a fraction
 
 
-RULES = (
+def is_destroyed(run: Run) -> bool:
+    """Whether it has lost most of what it could do before the first step."""
+    return run.headlines[0].low > 3 * run.headlines[-1].high
+
+
+RULES = (  # the gravest first
     Rule(
         "rewards/*/failures",
         lambda values, run: values.any(),
@@ -51,10 +56,16 @@ RULES = (
         fewest=1,
     ),
     Rule(
+        HEADLINES,
+        lambda values, run: is_destroyed(run),
+        "The policy was destroyed: it has lost what it could do before training.",
+        "Begin again with a tenth of the --learning-rate. What follows here is of the same cause.",
+    ),
+    Rule(
         "frac_reward_zero_std",
         # a KL or a teacher has a gradient, whatever the rewards are
         lambda values, run: (
-            at_last(values) > 0.8
+            late(values) > 0.8
             and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
         ),
         "In most groups all completions have equal rewards, which teach nothing.",
@@ -70,17 +81,15 @@ RULES = (
     ),
     Rule(
         "reward",
-        lambda values, run: (
-            values.any() and at_last(values) <= at_first(values) and not solved(run)
-        ),
+        lambda values, run: values.any() and late(values) <= early(values) and not solved(run),
         "The reward has not risen.",
-        "If it fell, lower --learning-rate. Otherwise try three times as much, more "
+        "If it fell, lower --learning-rate. Otherwise try three times the rate, more "
         "--prompts-per-step, or more steps.",
         fewest=100,
     ),
     Rule(
         "completions/clipped_ratio",
-        lambda values, run: at_last(values) > 0.25,
+        lambda values, run: late(values) > 0.25,
         "Many completions are cut off before they end, and are scored by half a text.",
         "Raise --max-new-tokens, or use --overlong mask. If none ends, compare the stop tokens to "
         "those of the chat template; --loss nll on true answers teaches the end.",
@@ -88,27 +97,30 @@ RULES = (
     Rule(
         "entropy",
         lambda values, run: (
-            at_last(values) < 0.2 * at_first(values) and not (run.config.supervised or solved(run))
+            late(values) < 0.2 * early(values) and not (run.config.supervised or solved(run))
         ),
         "Entropy has collapsed: the model writes nearly the same text each time.",
         "Lower --learning-rate, raise --clip-high (0.28, DAPO), or stop at the best evaluation.",
     ),
     Rule(
         "entropy",
-        lambda values, run: at_last(values) > 2 * at_first(values) and not run.config.supervised,
+        lambda values, run: late(values) > 2 * early(values) and not run.config.supervised,
         "Entropy grows: the model becomes random instead of better.",
         "Look at samples.jsonl, lower --learning-rate, or add --kl-coef 0.01.",
     ),
     Rule(
         "sampling/logp_difference_mean",
-        lambda values, run: at_last(values) > (0.05 if run.config.speed.use_amp else 0.001),
+        lambda values, run: late(values) > (0.05 if run.config.speed.use_amp else 0.001),
         "Sampler and trainer disagree about the same tokens by more than their precision explains.",
         "Run without --use-amp, or use --sampler-correction token-truncate.",
     ),
     Rule(
         HEADLINES,
         # three points or more between the intervals of the best evaluation and of the last
-        lambda values, run: max(x.low for x in run.headlines) > run.headlines[-1].high + 0.03,
+        lambda values, run: (
+            max(x.low for x in run.headlines) > run.headlines[-1].high + 0.03
+            and not is_destroyed(run)
+        ),
         "The model has got worse, or the reward pays for something else.",
         "Lower --learning-rate to a third, and keep the checkpoint nearest to the best evaluation.",
     ),
@@ -126,8 +138,9 @@ def diagnose(run: Run) -> list[tuple[Rule, str]]:
             values = np.array(series[name])
             is_long_enough = values.size > 0 and len(run.metrics) >= rule.fewest
             if is_long_enough and rule.test(values, run):
-                trend = f"{at_first(values):.3g} at first, {at_last(values):.3g} at last"
-                findings.append((rule, f"{name}: {trend}, at most {values.max():.3g}"))
+                ends = f"{values[0]:.3g} first, {values[-1]:.3g} last"
+                medians = f"median {early(values):.3g} early, {late(values):.3g} late"
+                findings.append((rule, f"{name}: {ends}; {medians}"))
     return findings
 
 
@@ -143,7 +156,8 @@ def doctor_command(argv: Sequence[str], prog: str) -> None:
     console = Console()
     for run in map(read_run, arguments.runs):
         findings = diagnose(run)
-        number = len(findings) or f"no (trends need {FEWEST_STEPS} steps)"
-        console.say(f"{run.name}, {len(run.metrics)} steps: {number} findings")
+        is_short = len(run.metrics) < FEWEST_STEPS
+        note = f" (trends need {FEWEST_STEPS} steps)" if is_short else ""
+        console.say(f"{run.name}, {len(run.metrics)} steps: {len(findings)} findings{note}")
         for rule, seen in findings:
             console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")

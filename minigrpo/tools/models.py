@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from ..build import FrozenModels, Job, make_sampler, make_scorer, make_tokenizer, resolve
 from ..config import Config, read_flags, read_toml, settle
-from ..evaluate import complete_prompt, measure
+from ..evaluate import complete_prompt, grade, measure
 from ..given import Given
 from ..metrics import SAMPLED
 from ..model.source import RECORD, ModelSource
@@ -22,6 +22,7 @@ from ..runtime.distributed import DistContext
 from ..runtime.parallel import Parallel
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
+from ..text.encoding import prompt_text
 from ..text.tokenizer import Tokenizer
 from ..trainer import Trainer
 from ..types import Warn
@@ -61,7 +62,7 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     settings |= {"model": arguments.run, "lora_rank": 0, "device": "auto"}
     if arguments.data:
         settings |= {"data": "", "eval_data": arguments.data}
-    return resolve(Config.of(**{**settings, **given}), models=["model"])
+    return resolve(Config.of(**{**settings, **given}), training=False)
 
 
 def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
@@ -122,15 +123,17 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
 
 
 class SampleArguments(ModelArguments):
-    """Prompt a model with a text of your own.
+    """Prompt a model with a text of your own, or see what a question's answers earn.
 
     minigrpo sample MODEL --prompt "Why is the sky blue?" [flags of minigrpo train]
+    minigrpo sample MODEL --data rows.jsonl --rewards rewards.py [flags of minigrpo train]
 
     It samples with the settings of the run unless flags change them, such as --temperature 0.7.
     """
 
-    prompt: str
-    """A text for the model: a user's message if the model has a chat template, else as it is."""
+    prompt: str = ""
+    """A user's message, or a plain text for a model without a chat template; without this, the
+    first held-out question, as the model reads it, with the rewards of each completion."""
     raw: bool = False
     """Send --prompt as it is, without the chat template."""
     n: NonNegativeInt = 1
@@ -141,6 +144,9 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = SampleArguments.parse(argv, prog)
     config = config_of(arguments, given | ({"system": ""} if arguments.raw else {}))
     console = Console()
+    if not arguments.prompt:
+        show_question(config, arguments.n, console)
+        return
     # the run's task is of no interest, and its files may be gone
     tokenizer = make_tokenizer(config)
     model = open_model(config, tokenizer, console.say)
@@ -149,6 +155,19 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     for number, text in enumerate(texts, 1):
         label = f"[{number}] " if len(texts) > 1 else ""
         console.say(label + printable(text))
+
+
+def show_question(config: Config, n: int, console: Console) -> None:
+    """The first held-out question as the model reads it, completions, and what each earns."""
+    sampler, scorer = open_with_task(config, console)
+    example = scorer.task.held_out(0)
+    console.say(f"prompt\n{printable(prompt_text(sampler.tokenizer, example))}")
+    graded = grade(sampler, scorer, [example], n)
+    rewards = graded.rewards
+    for number, text in enumerate(graded.texts[0]):
+        earned = [f"{name} {x.values[0, number]:.4g}" for name, x in rewards.scores.items()]
+        total = f"reward {rewards.total[0, number]:.4g}"
+        console.say(f"\n[{number + 1}] {', '.join([total, *earned])}\n{printable(text)}")
 
 
 class ExportArguments(ModelArguments):

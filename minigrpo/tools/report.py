@@ -7,6 +7,7 @@ Several runs share each figure.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from jinja2 import Template
 from ..config import Config
 from ..errors import refusing
 from ..run.console import Console
-from ..run.logging import EVAL, OVERVIEW_COLUMNS, SAMPLES, Run, differing, read_jsonl, read_run
+from ..run.logging import (
+    EVAL,
+    METRICS,
+    OVERVIEW_COLUMNS,
+    SAMPLES,
+    Run,
+    differing,
+    read_jsonl,
+    read_run,
+)
 from ..settings import OnePath
 from .doctor import RunArguments, diagnose
 
@@ -32,6 +42,7 @@ def plot_curve(
     out: str | StringIO,
     xlabel: str = "training step",
     title: str = "",
+    has_legend: bool = True,
 ) -> None:
     """Draw a curve into a file, or as SVG into a buffer: mean and range of the runs of each label.
 
@@ -59,7 +70,7 @@ def plot_curve(
     if title:
         axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
-    if len(labelled) > 1:
+    if len(labelled) > 1 and has_legend:
         axes.legend()
     with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
         figure.savefig(out, dpi=200)
@@ -76,7 +87,7 @@ def figures_of(runs: Sequence[Run]) -> list[str]:
     figures = []
     for curve in curves:
         svg = StringIO()
-        plot_curve({run.name: [run] for run in runs}, curve, svg)
+        plot_curve({run.name: [run] for run in runs}, curve, svg, has_legend=False)
         figures.append(svg.getvalue())
     return figures
 
@@ -90,9 +101,16 @@ def report_command(argv: Sequence[str], prog: str) -> None:
     arguments = tyro.cli(ReportArguments, args=argv, prog=prog, description=__doc__)
     runs = [read_run(folder) for folder in arguments.runs]
     settings = [run.config.flat() | run.versions for run in runs]
+    titles = []
+    for run in runs:
+        of_run = run.config
+        written = datetime.fromtimestamp((run.folder / METRICS).stat().st_mtime)
+        names = [of_run.model.name, of_run.task.name, of_run.loss.name]
+        titles.append([run.name, *names, f"{written:%Y-%m-%d %H:%M}"])
     template = Path(__file__).with_name("report.html.j2").read_text("utf-8")
     page = Template(template, autoescape=True, trim_blocks=True).render(
         runs=runs,
+        titles=titles,
         columns=OVERVIEW_COLUMNS,
         overviews=[run.overview() for run in runs],
         diagnose=diagnose,

@@ -1,7 +1,4 @@
-"""Dialogues: completions of several turns, with answers as the chat template writes them.
-
-Nothing is rendered or encoded again: the tokens of an answer follow those that were sampled.
-"""
+"""Dialogues: completions of several turns, with answers as the chat template writes them."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """Environments that answer turns, and a task whose prompts begin in one.
 
-The interface is TRL's, by the names of methods alone, so there is no base class: `reset`, then
-either `step` (a game) or public methods that are tools, and perhaps `get_reward` and `close`.
-docs/turns.md says what each does. A callable that makes environments may stand for their class.
+The interface is TRL's, by the names of methods alone, so there is no base class: docs/turns.md.
 """
 
 import copy
@@ -143,11 +141,7 @@ class EnvironmentSet:
 
 
 def as_text(observation: Any) -> str:
-    """The text of a result of `reset` or `step`. Raises ConfigError if it has none.
-
-    Of Gymnasium's (observation, info) the model reads the former, of a message's parts their texts,
-    and of numbers and arrays the text that Python writes.
-    """
+    """The text of a result of `reset` or `step`. Raises ConfigError if it has none."""
     if isinstance(observation, tuple) and len(observation) == 2:
         first, info = observation
         if isinstance(info, Mapping | None):
@@ -166,20 +160,9 @@ def as_text(observation: Any) -> str:
     return "" if observation is None else str(observation)
 
 
-def arguments_of(environment: Any, example: Example) -> Mapping[str, Any]:
-    named = inspect.signature(environment.reset).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
-        return example.fields
-    return {name: value for name, value in example.fields.items() if name in named}
-
-
 @dataclass(eq=False)
 class Episode:
-    """A completion in its environment: what was said after the prompt, and its reward.
-
-    The environment is closed even if a call that took too long is still running in it, because
-    closing often ends such a call. Only one that takes too long to make is not closed.
-    """
+    """A completion in its environment: what was said after the prompt, and its reward."""
 
     spec: EnvironmentSpec
     example: Example
@@ -198,7 +181,10 @@ class Episode:
     def begin(self) -> str:
         """Make the environment and reset it; return its first observation as a text."""
         self.environment = finished(self.spec.make(), self.spec.timeout_s)
-        row = arguments_of(self.environment, self.example)
+        row = self.example.fields
+        named = inspect.signature(self.environment.reset).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
+            row = {name: value for name, value in row.items() if name in named}
         answer = self.environment.reset(**copy.deepcopy(row))  # an episode may change its row
         return as_text(finished(answer, self.spec.timeout_s))
 

@@ -1,12 +1,9 @@
-"""Tools that a model may call: their schemas, the calls in a turn, and the results.
-
-A model calls tools in the form that its chat template writes, and reads the results before its next
-turn. A turn without a call is the last one.
-"""
+"""Tools that a model may call: their schemas, the calls in a turn, and the results."""
 
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +49,9 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates expect it, from its type hints and its docstring."""
         about, _, rest = (inspect.getdoc(self.function) or "").partition("\nArgs:\n")
+        if not about:
+            missing = "has no docstring, which tells the model what it does"
+            warnings.warn(f"tool {self.name}: {missing}", stacklevel=2)
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
         with refusing(f"tool {self.name}"):
