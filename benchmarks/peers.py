@@ -228,8 +228,8 @@ class Peers(Outputs):
                         print(json.dumps(figures), file=file)
             if self.plot:
                 curves = {row.name: [row.as_run()] for row in rows}
-                labels = "minutes of training", "" if name == "chess" else "held-out reward"
-                plot_curve(curves, "held-out reward", self.plot, *labels)
+                title = "" if name == "chess" else "held-out answers that are right"
+                plot_curve(curves, "held-out reward", self.plot, "minutes of training", title)
             jobs[name] = [record(row, rows[i - i % 2], job.warm_up) for i, row in enumerate(rows)]
             title = f"{name}: {rows[0].end.get('work', '')}"
             tables.append(show(console, title, jobs[name], COLUMNS))

@@ -17,7 +17,7 @@ from minigrpo.types import ConfigError, Example
 
 from .tiny import ROOT, SUMS, ask, golden, refused
 
-FILES = ("calibration", "countdown", "one_liners", "reverse", "rlt", "sums")
+FILES = ["calibration", "countdown", "fields", "functions", "one_liners", "reverse", "rlt", "sums"]
 EXAMPLES = {name: str(ROOT / "examples" / f"{name}.py") for name in FILES}
 
 
@@ -71,7 +71,7 @@ def test_examples_are_functions_of_seed_and_number_and_the_splits_are_disjoint(n
     assert task.success in task.reward_weights and task.about
 
 
-SCORED = [EXAMPLES[name] for name in ("calibration", "countdown", "reverse", "sums")]
+SCORED = [EXAMPLES[name] for name in ("calibration", "countdown", "fields", "reverse", "sums")]
 
 
 @pytest.mark.parametrize("name", ["chess-env", *SCORED])
@@ -90,6 +90,13 @@ def test_any_text_has_a_score_for_every_reward(name: str, text: str) -> None:
         example = load_task(name, seed=0, chat=chat).train(5)
         scores = task.score(example, text)
         assert {*scores} == {*task.reward_weights} and all(0 <= x <= 1 for x in scores.values())
+
+
+@pytest.mark.parametrize("name", ["fields", "functions", "sums"])
+def test_a_true_answer_is_right(name: str) -> None:
+    task = load_task(EXAMPLES[name], seed=0)
+    for example in map(task.held_out, range(4)):
+        assert task.score(example, example.answer)[task.success] == 1
 
 
 def test_every_built_in_task_can_be_made_and_chess_alone_ships_a_model() -> None:

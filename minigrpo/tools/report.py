@@ -33,7 +33,7 @@ from .doctor import RunArguments, diagnose
 
 BESIDE = ("step", "n")  # numbers of the logs that are not curves
 MAX_POINTS = 100  # of a curve, where more points are averaged with their neighbours
-MAX_SAMPLES = 24  # the last groups of training, and the last held-out prompts
+MAX_SAMPLES = 10  # the last groups of training, and the last held-out prompts
 
 
 def plot_curve(
@@ -52,7 +52,7 @@ def plot_curve(
         import matplotlib
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
-    figure = Figure(figsize=(5, 3), layout="constrained")
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots()
     for label, runs in labelled.items():
         curves = [run.curve(name) for run in runs]
@@ -71,7 +71,7 @@ def plot_curve(
         axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
     if len(labelled) > 1 and has_legend:
-        axes.legend()
+        figure.legend(loc="outside lower center", fontsize="small")  # it hides no curve
     with matplotlib.rc_context({"savefig.format": "svg", "svg.fonttype": "none"}):
         figure.savefig(out, dpi=200)
 
