@@ -46,7 +46,8 @@ def test_smollm2_has_the_logits_of_transformers_and_back(smollm2: Path, tmp_path
 
     theirs = AutoModelForCausalLM.from_pretrained(smollm2)
     their_tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    sampler, _ = open_with_task(resolve(Config.of(model=str(smollm2))), Console())
+    config = resolve(Config.of(model=str(smollm2)), training=False)
+    sampler, _ = open_with_task(config, Console())
     main(["export", str(smollm2), "--out", str(tmp_path / "exported")])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for question in ASKED[::6]:
