@@ -40,22 +40,17 @@ ARGUMENTS = re.compile(r"\nArgs:\n((?: {4}.*\n?)+)")
 
 def page() -> str:
     sections = [section(name, members) for name, members in SECTIONS.items()]
-    further = [line(name, imported(name)) for name in FURTHER]
+    further = [line(name, resolve_name(name)) for name in FURTHER]
     return "\n".join([HEAD, *sections, "## Parts to use alone\n", *further, ""])
 
 
-def imported(name: str) -> Any:
-    return resolve_name(name)
-
-
 def section(name: str, members: tuple[str, ...]) -> str:
-    value = imported(name)
+    value = resolve_name(name)
     text = inspect.getdoc(value) or ""
     described = ARGUMENTS.sub(lambda found: "\n" + as_list(found[1]), text)
     lines = [line(call(member, value), getattr(value, member)) for member in members]
-    return (
-        "\n".join([f"## {name}\n", f"`{call(name)}`\n", described, "", *lines, ""]).rstrip() + "\n"
-    )
+    parts = [f"## {name}\n", f"`{call(name)}`\n", described, "", *lines]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def as_list(arguments: str) -> str:
@@ -70,7 +65,7 @@ def line(called: str, value: Any) -> str:
 
 def call(name: str, owner: Any = None) -> str:
     """A call with the names of all arguments, and those defaults that are short."""
-    value = getattr(owner, name) if owner else imported(name)
+    value = getattr(owner, name) if owner else resolve_name(name)
     last = name.rpartition(".")[2]
     if not callable(value):  # a property
         return last

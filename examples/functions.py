@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from mbpp import code_of
 
 from minigrpo.rng import stream
 from minigrpo.tasks.base import Generated, is_held_out
@@ -107,9 +108,3 @@ class Functions(Generated):
             messages=({"role": "user", "content": request},),
             fields={"test_list": tests, "name": name},
         )
-
-
-def code_of(text: str) -> str:
-    """The first block of Python of an answer, or all of it without one."""
-    _, begun, rest = text.partition("```python\n")
-    return rest.partition("```")[0] if begun else text

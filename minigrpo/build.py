@@ -51,8 +51,8 @@ def resolve(config: Config, given: Given | None = None, *, training: bool = True
     settings = config.flat() | given.as_settings()
     if settings["task"] == "auto":
         settings |= _task_of(config, given)
-        is_chess = settings["task"] == "chess-env"
-        if training and is_chess and not given.model and ModelSource.of(settings["model"]).size:
+        trains_on_chess = training and settings["task"] == "chess-env" and given.model is None
+        if trains_on_chess and ModelSource.of(settings["model"]).size is not None:
             raise ConfigError("nothing to train on: give --data with --rewards, or a --task")
     if settings["model"] == SHIPPED and settings["task"] in {*TASKS} - {"chess-env"}:
         raise ConfigError(f"--task {settings['task']} ships no model: give a --model")
