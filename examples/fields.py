@@ -3,9 +3,10 @@
     minigrpo train --config fields
 
 `python examples/from_gguf.py smollm2 smollm2` makes the model's folder. Texts say some values in
-words: "half past two in the afternoon" is "14:30", and "a dozen" is 12. The reward is 1 if all
-values are right + half of the fraction that are + a quarter if the schema accepts the answer. Each
-form has two wordings that training never has: `new wording` in the evaluations (fields.toml).
+words: "half past two in the afternoon" is "14:30", and "a dozen" is 12. The reward is 1 if the
+schema accepts the answer and all values are right + half of the fraction of values that are + a
+quarter if the schema accepts it. A question has an example, or the model would hardly ever be
+right. Each form has two wordings that training never has: `new wording` in the evaluations.
 """
 
 import json
@@ -24,8 +25,8 @@ from minigrpo.types import Example
 ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 WORDS: Mapping[str, list[str]] = ROWS["words"]
 REQUEST = (
-    "Read the text and answer with one JSON object, and nothing else. Its keys are {keys}.\n\n"
-    "Text: {text}"
+    "Read the text and answer with one JSON object, and nothing else. Its keys are {keys}. An "
+    "example:\n\n{example}\n\nText: {text}"
 )
 
 
@@ -123,9 +124,12 @@ class Extraction(Generated):
 
     def score(self, example: Example, text: str) -> Mapping[str, float]:
         wanted = example.fields["values"]
-        found = read(text, FORMS[example.fields["form"]])
+        block = json_of(text)
+        accepted = has_form(block, FORMS[example.fields["form"]])
+        found = read(block)
         values = sum(found.get(key) == value for key, value in wanted.items()) / len(wanted)
-        return {"exact": float(values == 1), "values": values, "accepted": float(bool(found))}
+        exact = accepted and values == 1
+        return {"exact": float(exact), "values": values, "accepted": float(accepted)}
 
     def question(self, number: int, split: str) -> Example:
         rng = stream(self.seed, f"fields/{split}", number)
@@ -136,7 +140,8 @@ class Extraction(Generated):
             spoken = {field: draw(rng, field) for field in FORMS[form].model_fields}
             wording = str(rng.choice(row["new" if is_new else "known"]))
             text = wording.format(**{key: words for key, (_, words) in spoken.items()})
-            request = REQUEST.format(keys=row["keys"], text=text[0].upper() + text[1:])
+            text = text[0].upper() + text[1:]
+            request = REQUEST.format(keys=row["keys"], example=row["example"], text=text)
             if is_held_out(request) == (split == "held-out"):
                 break
         values = {key: value for key, (value, _) in spoken.items()}
@@ -150,10 +155,24 @@ class Extraction(Generated):
         )
 
 
-def read(text: str, schema: type[Fields]) -> Mapping[str, Any]:
-    """The fields of a JSON object, which may stand in a block; none if the schema refuses it."""
+def json_of(text: str) -> str:
+    """What may be JSON in an answer: the text of its block, if it has one."""
     _, fenced, rest = text.partition("```json")
+    return rest.partition("```")[0] if fenced else text
+
+
+def has_form(block: str, schema: type[Fields]) -> bool:
     try:
-        return schema.model_validate_json(rest.partition("```")[0] if fenced else text).model_dump()
+        schema.model_validate_json(block)
     except ValidationError:
+        return False
+    return True
+
+
+def read(block: str) -> Mapping[str, Any]:
+    """The values of a JSON object; none of what is no object."""
+    try:
+        found = json.loads(block)
+    except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}

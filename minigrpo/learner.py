@@ -115,15 +115,14 @@ class Learner:
         if batch.loss_mask is not None:
             mask = mask & batch.loss_mask[..., None]
             completions = replace(batch.completions, completion_mask=mask)
-            batch = replace(batch, completions=completions, packed=None)
+            batch = replace(batch, completions=completions)
         here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
         longest = self.config.sampling.max_new_tokens
         normalizer = LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)
 
         batch = batch.select(self.prompts_with_gradient(batch))
-        if batch.packed is None:
-            batch = replace(batch, packed=pack(batch.completions, self.config.speed.packing))
+        batch = replace(batch, packed=pack(batch.completions, self.config.speed.packing))
         if self.config.optimizer.num_iterations > 1:
             batch = replace(batch, old_logp=self._old_logp(batch))
         return batch, normalizer

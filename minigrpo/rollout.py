@@ -11,7 +11,6 @@ from .advantages import advantages, shuffled
 from .config import Config
 from .losses import LossSpec
 from .model.frozen_model import FrozenModel
-from .model.packing import pack
 from .rewards.scorer import RewardScorer
 from .rng import uniforms
 from .runtime.device import PhaseTimer
@@ -66,8 +65,6 @@ class RolloutBatches:
                 batch = self._replace_zero_variance(batch, step)
 
         # 2. Log-probs of frozen models.
-        if self.reference or self.teacher:
-            batch = replace(batch, packed=pack(batch.completions, self.config.speed.packing))
         if self.reference:
             with self.timer.phase("reference"):
                 logp = self.reference.logp_of_batch(batch, sampling.temperature)

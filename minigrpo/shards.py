@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 
@@ -34,12 +34,7 @@ def stored_like(tensor: Tensor, other: Tensor | None) -> Tensor:
     """A whole tensor as another one is stored, if that is in shards and of its shape."""
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return tensor
-    mesh = other.device_mesh
-    rows = -(-len(tensor) // mesh.size())  # of a process; the last ones may have fewer
-    first = mesh.get_local_rank() * rows
-    stored: Any = torch.empty_like(other, dtype=tensor.dtype)
-    stored.to_local().copy_(tensor[first : first + rows])
-    return stored
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -239,7 +239,7 @@ class RolloutBatch(PerPrompt):
     reference_logp: Tensor | None = None  # [P, G, S] float32, or None for a loss without a KL
     teacher_logp: Tensor | None = None  # [P, G, S] float32, or None without a teacher
     loss_mask: Tensor | None = None  # [P, G] bool, completions in the loss, or None for all
-    packed: Sequence[PackedPrompt] | None = None  # [P], or None before a model reads the batch
+    packed: Sequence[PackedPrompt] | None = None  # [P], or None before the update
     metrics: Mapping[str, float] = field(default_factory=dict)  # counts, which `join` adds
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import minigrpo
 from minigrpo.build import Job, check_examples, make_tokenizer, resolve
@@ -62,10 +61,6 @@ def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("api") / "run"
     given = {"model": model, "data": iter(ROWS), "rewards": [digits, solved]}  # any iterable
     return minigrpo.train(**given, out_dir=folder, **SIZES)
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    return {name: x.tolist() for name, x in load_file(folder / "model.safetensors").items()}
 
 
 def test_a_run_returns_what_it_logged(run: Any) -> None:
@@ -144,7 +139,8 @@ def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_p
     assert call("train", *flags) == 2
     assert call("evaluate", tmp_path) == 2
     assert go(resume="auto").summary["step"] == 4
-    assert weights(tmp_path) == weights(run.folder)
+    again, whole = (folder / "model.safetensors" for folder in (tmp_path, run.folder))
+    assert again.read_bytes() == whole.read_bytes()
     main(["sample", str(tmp_path), "--prompt", "3+1?", "--n", "1"])  # needs no objects
 
 

@@ -96,7 +96,7 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     plain = without.run()
     found = with_graphs.run()
     assert done["replayed"] > 0
-    assert 0 <= with_graphs.rounds - without.rounds < MOST_UNSEEN
+    assert with_graphs.rounds < without.rounds + MOST_UNSEEN
     assert with_graphs.rounds == len(graphs.begun) + done["captured"] + done["replayed"]
     assert torch.equal(found.completion_ids, plain.completion_ids)
     assert torch.equal(found.completion_mask, plain.completion_mask)

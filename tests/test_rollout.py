@@ -78,12 +78,11 @@ def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Pat
     assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
 
 
-def test_a_step_packs_each_prompt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the reference, the teacher, the old log-probs and both inner iterations."""
+def test_an_update_packs_each_prompt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the old log-probs and both inner iterations."""
     count = Mock(wraps=packing.pack_prompt)
     monkeypatch.setattr(packing, "pack_prompt", count)
-    options = {"kl_coef": 0.1, "teacher": "self", "num_iterations": 2, "micro_batch_size": 4}
-    make_trainer(tmp_path / "run", **options).one_step()
+    make_trainer(tmp_path / "run", num_iterations=2, micro_batch_size=4).one_step()
     assert count.call_count == 6
 
 

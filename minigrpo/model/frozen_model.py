@@ -13,7 +13,7 @@ from ..shards import is_sharded, set_parameter, whole
 from ..text.chat import extended
 from ..text.encoding import messages_of, pad, prompt_within
 from ..text.tokenizer import Tokenizer
-from ..types import Completions, ConfigError, Example, PackedPrompt, RolloutBatch
+from ..types import Completions, ConfigError, Example, RolloutBatch
 from .linear import Linear
 from .packing import Packing, pack
 from .transformer import Transformer
@@ -42,20 +42,10 @@ class FrozenModel:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.cpu().pin_memory()
 
-    def logp(self, completions: Completions, temperature: float) -> Tensor:
-        """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature."""
-        return self._logp_of_packed(pack(completions, self.packing), temperature)
-
-    def logp_of_batch(
-        self,
-        batch: RolloutBatch,
-        temperature: float,
-        field: str = "",
-    ) -> Tensor:
-        """The same for a packed batch; with a field of each example in its prompt, if named."""
+    def logp_of_batch(self, batch: RolloutBatch, temperature: float, field: str = "") -> Tensor:
+        """`logp` of a batch; with a field of each example in its prompt, if named."""
         if not field:
-            assert batch.packed is not None
-            return self._logp_of_packed(batch.packed, temperature)
+            return self.logp(batch.completions, temperature)
         context = self.model.shape.context
         examples = [with_context(self.tokenizer, example, field) for example in batch.examples]
         prompts = [prompt_within(self.tokenizer, example, context) for example in examples]
@@ -64,7 +54,9 @@ class FrozenModel:
         return self.logp(completions, temperature)
 
     @torch.no_grad()
-    def _logp_of_packed(self, prompts: Sequence[PackedPrompt], temperature: float) -> Tensor:
+    def logp(self, completions: Completions, temperature: float) -> Tensor:
+        """`[P, G, S]` log-probs on the host, in nats, 0 where masked; of logits / temperature."""
+        prompts = pack(completions, self.packing)
         longest = 1 + max(int(prompt.positions.max()) for prompt in prompts)
         if longest > self.model.shape.context:  # later positions were never trained
             raise ConfigError(f"{self.name}: {longest} tokens are more than the model's context")

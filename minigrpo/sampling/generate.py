@@ -51,6 +51,7 @@ FRACTION_THAT_ENTERS = 0.125
 # Prompts in memory, in `prompts_at_once`: some are there for a few completions that still run.
 MOST_PROMPTS = 2
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
+FEWEST_PER_ROUND = 2.0  # new tokens of a sequence for which proposals are worth their time on a CPU
 MOST_UNSEEN = 8  # rounds that run before the host looks
 TOKENS_PER_UNSEEN = 32  # of a completion for each of these rounds, which may be wasted at its end
 
@@ -147,6 +148,8 @@ class Generation:
         self.representatives = self.layout[:0]  # [B, padded] one running sequence of each slot
         self.num_running = 0  # N
         self.num_entered = 0  # prompts that have been run
+        self.rest = 0  # rounds until tokens are proposed again
+        self.next_rest = 1
         self.rounds = 0
         self.tokens = 0  # tokens that the model ran, prompts included
 
@@ -179,8 +182,7 @@ class Generation:
         queued = len(self.prompt_ids) - self.num_entered
         places_taken = -(-self.num_running // self.num_samples)
         places_in_memory = self.decoder.capacity.prompts - len(self.decoder.prompt_len)
-        free_places = min(self.sizes.prompts_at_once - places_taken, places_in_memory)
-        num_entering = min(queued, free_places)
+        num_entering = min(queued, self.sizes.prompts_at_once - places_taken, places_in_memory)
         fewest = max(1, int(self.sizes.prompts_at_once * FRACTION_THAT_ENTERS))
         return num_entering if num_entering >= min(queued, fewest) else 0
 
@@ -211,23 +213,38 @@ class Generation:
     def _run_round(self, num_columns: int) -> None:
         decoder = self.decoder
         usable = decoder.use_columns(num_columns)
-        if self.graphs is None:
-            self._round(num_columns)
-        else:
+        width = 1 if self.rest else self.tokens_per_round
+        if self.graphs is not None:
             sizes = len(self.running), len(self.representatives)
             key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width, decoder.states.width
-            self.graphs.run(key, lambda: self._round(usable))
+            self.graphs.run(key, lambda: self._round(usable, width))
+        elif self.model.device.type == "cpu":
+            num_before = self.tables.lengths.sum()
+            self._round(num_columns, width)
+            self._rest_after(int(self.tables.lengths.sum() - num_before))
+        else:
+            self._round(num_columns, width)
         self.rounds += 1
-        self.tokens += len(decoder.prompt_of_slot) * self.tokens_per_round
+        self.tokens += len(decoder.prompt_of_slot) * width
 
-    def _round(self, num_columns: int) -> None:
+    def _rest_after(self, num_new: int) -> None:
+        """Choose whether the next round proposes tokens: on a CPU, refused ones take time."""
+        if self.rest:
+            self.rest -= 1
+        elif num_new < FEWEST_PER_ROUND * self.num_running:
+            self.rest = self.next_rest
+            self.next_rest *= 2
+        else:
+            self.next_rest = 1
+
+    def _round(self, num_columns: int, width: int) -> None:
         """All that a round does on the device; nothing of it is read by the host."""
         ids = self.tables.ids[self.representatives]
         lengths = self.tables.lengths[self.representatives]
         tokens = ids.gather(1, lengths[:, None] - 1)
-        if self.num_speculative_tokens:
+        if width > 1:
             drafts = self.drafts[self.representatives // self.num_samples]
-            proposals = propose(drafts, ids, lengths, self.tokens_per_round - 1)
+            proposals = propose(drafts, ids, lengths, width - 1)
             tokens = torch.cat([tokens, proposals], dim=1)
         logits = self.decoder.step(tokens, lengths - 1, num_columns)
         goes_on = ~self.ends_round[tokens[:, 0]] if self.looks_ahead else None
