@@ -175,8 +175,7 @@ def test_the_counters_are_what_was_run(
         assert len(rounds) == found.completion_mask.sum(-1).max() - 1
     widths = [tokens for _, tokens, _ in rounds]
     assert {*widths} == {1, width}
-    if drafts is not None:  # refused proposals rest, longer each time
-        assert widths[:5] == [3, 1, 3, 1, 1]
+    assert widths[:5] == [width, 1, width, 1, 1]  # refused proposals rest, longer each time
     in_rounds = sum(slots * tokens for slots, tokens, _ in rounds)
     assert generation.tokens == prompts.prompt_len.sum() + in_rounds
 

@@ -92,11 +92,12 @@ def test_rounds_that_are_run_again_pick_the_same_tokens(
     add_adapters(model, more.pop("lora", 0))
     graphs, done = recorded()
     without = started(model, prompts, **more)
+    without.next_rest = 0  # proposals never rest, as with graphs
     with_graphs = started(model, prompts, graphs=graphs, **more)
     plain = without.run()
     found = with_graphs.run()
     assert done["replayed"] > 0
-    assert with_graphs.rounds < without.rounds + MOST_UNSEEN
+    assert 0 <= with_graphs.rounds - without.rounds < MOST_UNSEEN
     assert with_graphs.rounds == len(graphs.begun) + done["captured"] + done["replayed"]
     assert torch.equal(found.completion_ids, plain.completion_ids)
     assert torch.equal(found.completion_mask, plain.completion_mask)
