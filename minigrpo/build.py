@@ -29,7 +29,7 @@ from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .shards import is_sharded
 from .task import Task
 from .tasks.loading import TASKS, load_task
-from .text.encoding import check_prompt, encode_answer, messages_of, template_args
+from .text.encoding import encode_answer, messages_of, prompt_within, template_args
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
@@ -238,18 +238,19 @@ def make_scorer(job: Job, frozen_models: FrozenModels, warn: Warn) -> RewardScor
 def make_sampler(
     job: Job,
     model: Transformer,
-    warn: Warn,
+    console: Console,
     num_kept: int = NUM_KINDS,
 ) -> Sampler:
     """The model, ready to sample from, for the examples of the task."""
     dialogues = None  # each completion is a single turn
     if job.environments is not None:
-        dialogues = Dialogues(job.config, job.environments, job.tokenizer, warn)
+        dialogues = Dialogues(job.config, job.environments, job.tokenizer, console.warn)
     return Sampler(
         job.config,
         model,
         job.tokenizer,
-        warn=warn,
+        warn=console.warn,
+        show=console.evaluating,
         speculate=job.task.speculate,
         dialogues=dialogues,
         num_kept=num_kept,
@@ -295,12 +296,12 @@ def _check_fit(job: Job, context: int, example: Example) -> None:
     tokenizer = job.tokenizer
     room = context - config.sampling.max_new_tokens
     if field := config.loss.teacher_context:
-        check_prompt(tokenizer, with_context(tokenizer, example, field), room)
+        prompt_within(tokenizer, with_context(tokenizer, example, field), room)
     if config.supervised:
         if not example.answer:
             raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
         room = min(room, context - len(encode_answer(tokenizer, example)))
-    check_prompt(tokenizer, example, room)
+    prompt_within(tokenizer, example, room)
 
 
 def digests(job: Job, scorer: RewardScorer, checksums: Mapping[str, str]) -> dict[str, str]:

@@ -143,8 +143,7 @@ class Learner:
             logps = [self.forward(each, "none").logp.cpu() for each in micro_batches]
             return torch.cat(logps[:own])
 
-        retry = not self.parallel.is_sharded
-        return self.backoff.run(in_micro_batches, len(batch), retry=retry)
+        return self.backoff.run(in_micro_batches, len(batch), retry=not self.parallel.is_sharded)
 
     def _micro_batches(self, batch: RolloutBatch, size: int) -> tuple[list[RolloutBatch], int]:
         """What this process runs, and how many of them are its own: others repeat the last."""

@@ -90,7 +90,7 @@ class Trainer:
         if dist.world_size > 1:
             dist.refuse_differences(build.digests(job, self.scorer, checksums) | own_settings)
         # 2. What else a step needs.
-        self.sampler = build.make_sampler(job, self.model, console.warn, num_kept)
+        self.sampler = build.make_sampler(job, self.model, console, num_kept)
         self.timer = PhaseTimer(self.device)
         self.batches = self._make_batches()
         # 3. The folder, and the checkpoint to go on from.

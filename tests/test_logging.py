@@ -213,18 +213,21 @@ def test_a_run_shows_a_bar_on_a_terminal_and_lines_elsewhere(
     """What is printed stays whole, and an interrupt leaves the terminal as it was."""
     clock = 0.0
     monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock)
+    console = Console()
     with redirect_stdout(output), suppress(KeyboardInterrupt):
-        with Console().steps(0, 4) as show:
+        with console.steps(0, 4) as show:
             for step in (1, 2, 3):
                 clock += 10
                 show(step, {"reward": float(step), "step_time": 10.0})
                 print("x" * 200)
+            clock += 20
+            console.evaluating(5, 8)
             raise KeyboardInterrupt
         assert sys.stdout is output
     text = output.getvalue()
     assert text.endswith(("\n", "\n\x1b[?25h"))  # the cursor is shown again
     assert text.count("x" * 200) == 3
-    assert "reward 3.000" in text
+    assert "reward 3.000" in text and "5 of 8" in text
     assert output.isatty() == ("\x1b" in text) == ("reward 2.000" in text)
 
 

@@ -1,6 +1,5 @@
 """What people see of a run or a command: lines of text, tables, and bars on a terminal."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,9 +61,11 @@ class Console:
         self.quiet = quiet or rank > 0
         self.rank = rank
         self.warned = set[str]()
+        self.said_at = time.monotonic()
 
     def say(self, text: str) -> None:
         """Print a line to stdout, unless quiet. A live bar moves below it."""
+        self.said_at = time.monotonic()
         if not self.quiet:
             print(text, file=Output(sys.stdout), flush=True)
 
@@ -74,6 +75,10 @@ class Console:
         if text not in self.warned:
             print(f"warning{where}: {text}", file=Output(sys.stderr), flush=True)
         self.warned.add(text)
+
+    def is_silent(self) -> bool:
+        """Whether nothing was said for 15 seconds."""
+        return time.monotonic() - self.said_at >= PERIOD
 
     @contextmanager
     def steps(self, done: int, last_step: int) -> Iterator[Callable[[int, Metrics], None]]:
@@ -92,11 +97,8 @@ class Console:
             disable=not has_bar,
         )
         task = progress.add_task("", completed=done, total=last_step)
-        line_printed_at = -math.inf
 
         def show(step: int, metrics: Metrics) -> None:
-            nonlocal line_printed_at
-            now = time.monotonic()
             name = "reward" if "reward" in metrics else "loss"
             seconds = metrics["step_time"]
             minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
@@ -104,9 +106,9 @@ class Console:
             text = f"{name} {metrics[name]:.3f}  {seconds:.2f} s/step  {left}"
             if has_bar:
                 progress.update(task, completed=step, description=text, refresh=True)
-            elif now - line_printed_at >= PERIOD or step == last_step:
+                self.said_at = time.monotonic()
+            elif self.is_silent() or step in (done + 1, last_step):
                 self.say(f"step {step}/{last_step}  {text}")
-                line_printed_at = now
 
         with progress:
             yield show
@@ -145,6 +147,11 @@ class Console:
         self.say(f"reward: {' + '.join(paid) or 'none'}")
         if task.about:
             self.say(f"task: {task.about}")
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how many completions of an evaluation are done, by a line every 15 seconds."""
+        if self.is_silent():
+            self.say(f"held out: {done} of {total} completions")
 
     def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:
         greedy = headline(estimates)

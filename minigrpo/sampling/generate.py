@@ -21,7 +21,7 @@ Shapes: P prompts with G completions each, P * G sequences in all, of which N ar
 slots; W tokens per slot and round.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -154,8 +154,8 @@ class Generation:
         self.tokens = 0  # tokens that the model ran, prompts included
 
     @torch.no_grad()
-    def run(self) -> Completions:
-        """Complete all prompts, on the model's device.
+    def run(self, show: Callable[[int, int], object] | None = None) -> Completions:
+        """Complete all prompts, on the model's device; `show` hears how many are done, of how many.
 
         Queued prompts enter with all of their completions, as others end (continuous batching, as
         in Orca, Yu et al., OSDI 2022).
@@ -174,6 +174,8 @@ class Generation:
                     self._run_round(longest - 1 + self.tokens_per_round)
                     longest += self.tokens_per_round
             state = self._update()
+            if show is not None:
+                show(self.num_entered * self.num_samples - self.num_running, len(self.ended))
         ended = torch.from_numpy(self.ended)
         return self.tables.completions(self.prompt_ids, self.prompt_len, ended)
 

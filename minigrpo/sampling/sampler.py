@@ -1,7 +1,7 @@
 """The Sampler: from examples to completions and their texts."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, dataclass
 
@@ -42,6 +42,7 @@ class Sampler:
     tokenizer: Tokenizer
     _: KW_ONLY
     warn: Warn
+    show: Callable[[int, int], object] | None = None  # hears how far an evaluation is
     speculate: bool = False  # propose the tokens of the true answers
     dialogues: Dialogues | None = None  # what answers turns, or None if a completion is one turn
     num_kept: int = 1  # generations that stay between calls with graphs, first those of rollouts
@@ -54,8 +55,7 @@ class Sampler:
         self.has_graphs = speed.cuda_graphs and self.model.device.type == "cuda"
         if self.config.memory.fsdp:  # whole weights take too much memory in an update
             self.num_kept = 0
-        keeps = self.num_kept > 0
-        self.current_model = CurrentModel(self.model, product_dtype(speed), keeps)
+        self.current_model = CurrentModel(self.model, product_dtype(speed), self.num_kept > 0)
         self.generations: dict[Hashable, Generation] = {}
         # The number of prompts that fit depends on the number of samples of each, the key.
         self.backoffs: defaultdict[int, OOMBackoff] = defaultdict(
@@ -70,8 +70,7 @@ class Sampler:
 
     def release(self) -> bool:
         """Free what is kept between calls, from now on too; return whether anything was kept."""
-        uses_memory = self.has_graphs or self.config.speed.use_amp
-        kept = self.num_kept > 0 and uses_memory
+        kept = self.num_kept > 0 and (self.has_graphs or self.config.speed.use_amp)
         self.num_kept = 0
         self.current_model.forget()
         self._forget()
@@ -102,6 +101,7 @@ class Sampler:
         if self.has_graphs:  # which a longer prompt in a later step would make useless
             longest_prompt = -(-longest_prompt // PROMPT_BLOCK) * PROMPT_BLOCK
         draft_len = 0 if drafts is None else drafts.shape[1]
+        is_rollout = sampling is self.config.sampling
         kind = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
 
         def sampled(prompts_at_once: int) -> Sampled:
@@ -128,8 +128,7 @@ class Sampler:
                 )
             with autocast(speed, self.model.device):
                 generation.begin(prompt_ids, prompt_len, uniforms, drafts)
-                completions = generation.run().to("cpu")
-            is_rollout = sampling is self.config.sampling
+                completions = generation.run(None if is_rollout else self.show).to("cpu")
             if self.has_graphs and self.num_kept > (0 if is_rollout else 1):
                 self.generations[kind] = generation
             if dialogues is None:

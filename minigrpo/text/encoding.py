@@ -97,15 +97,6 @@ def prompt_within(tokenizer: Tokenizer, example: Example, room: int) -> list[int
         return ids
 
 
-def check_prompt(tokenizer: Tokenizer, example: Example, room: int) -> None:
-    """Raise the errors of `prompt_within`, without encoding a prompt that is short enough."""
-    with refusing(example.label):
-        num_bytes = len(prompt_text(tokenizer, example).encode())
-    most_tokens = num_bytes + len(tokenizer.prefix)  # each token of a text has at least one byte
-    if not 0 < most_tokens < room:
-        prompt_within(tokenizer, example, room)
-
-
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Completions:
     """Prompts with their true answers as completions. Raises ConfigError if one is too long."""
     answers = [encode_answer(tokenizer, example) for example in examples]

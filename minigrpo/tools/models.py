@@ -81,7 +81,7 @@ def open_with_task(config: Config, console: Console) -> tuple[Sampler, RewardSco
     source = ModelSource.of(config.model.name)
     run = source.record.settings if source.record else config
     frozen_models = FrozenModels(job, model, Parallel(model.device), console, {}, run.model.name)
-    sampler = make_sampler(job, model, console.warn)
+    sampler = make_sampler(job, model, console)
     return sampler, make_scorer(job, frozen_models, console.warn)
 
 
