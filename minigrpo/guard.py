@@ -1,8 +1,4 @@
-"""What a run does when numbers are not finite, and when memory runs out.
-
-A bad step, whose loss or gradient is not finite, is skipped. Under float16 the loss scaler also
-finds its scale by infinite gradients, down to SCALE_FLOOR.
-"""
+"""What a run does when numbers are not finite, and when memory runs out."""
 
 import gc
 from collections.abc import Callable

@@ -32,7 +32,7 @@ def settings_folder(name: str | Path) -> Path:
 
 def fetch(name: str, patterns: str | list[str], revision: str | None) -> Path:
     """Fetch the files of a repository's top folder that match the patterns. Raises ConfigError."""
-    with refusing(f"{name} is not a folder, and not on the Hub (which needs minigrpo[hub])"):
+    with refusing(f"{name} is not a folder, and the Hub (extra `hub`) does not give it"):
         from huggingface_hub import snapshot_download
 
         fetched = snapshot_download(

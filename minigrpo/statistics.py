@@ -1,7 +1,8 @@
 """Means, intervals, tests and calibration of evaluations.
 
 Intervals are 95 %, over examples, because the K completions of one example are not independent.
-Fractions have Wilson's interval, and all other measures have that of Student's t.
+Means of values from 0 to 1 have Wilson's interval, which is never too narrow for them. All other
+measures have that of Student's t.
 """
 
 import math
@@ -53,7 +54,7 @@ def estimate(values: np.ndarray) -> Estimate:
     """The mean of `[n]` values, one of each example; NaN if n is 0."""
     if not len(values):
         return Estimate(math.nan)
-    if np.isin(values, (0, 1)).all():
+    if ((values >= 0) & (values <= 1)).all():
         return wilson(float(values.mean()), len(values))
     return students_t(values)
 

@@ -125,10 +125,11 @@ def test_a_question_is_the_whole_prompt() -> None:
 
 def test_what_is_no_part_of_the_prompt_belongs_to_no_question() -> None:
     for row in asked_rows():
-        copied = {**row, "prompt": copy.deepcopy(row["prompt"]), "level": 3}
+        copied = {**row, "prompt": copy.deepcopy(row["prompt"]), "kind": "sum"}
         for message in copied["prompt"]:
             message["content"] = message["content"].replace(" ", "\n ")
         assert canonical(question_of(copied)) == question_of(row)
+        assert parse_any(copied).example.kind == "sum"
 
 
 def test_an_epoch_visits_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_an_estimate_leaves_out_what_is_not_known() -> None:
     found = stats.means(partly_known([[1.0, None], [None, None], [2.0, 4.0]]))
     assert (found.values.tolist(), found.known.tolist()) == ([1, 0, 3], [True, False, True])
     assert math.isnan(stats.estimate(np.array([])).value)
-    assert str(stats.estimate(np.array([0.25]))) == "0.250"
-    shares, others = np.eye(4)[0], np.arange(4) / 4
+    assert str(stats.estimate(np.array([2.5]))) == "2.500"
+    shares, others = np.full(4, 0.25), np.arange(4)
     assert stats.estimate(shares) == stats.wilson(0.25, 4)
     assert stats.estimate(others) == stats.students_t(others)
     assert stats.students_t(np.ones(1)) == (1, -math.inf, math.inf)

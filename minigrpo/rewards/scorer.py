@@ -1,7 +1,6 @@
 """The scorer: it calls the environments, the task and the reward functions, and adds up scores.
 
-The task is trusted: it has no time limit, and an error in it ends the run. A function that hangs,
-raises or returns no number has failed, and the completion counts as the worst of its group.
+The task is trusted: it has no time limit, and an error in it ends the run.
 """
 
 import copy
@@ -142,8 +141,8 @@ class RewardScorer:
             self.failing[name] = self.failing[name] + 1 if fails else 0
             if self.failing[name] >= most:
                 first = self.first_errors.get(name, "in another process")
-                steps = f"{self.failing[name]} steps"
-                raise RunFailed(f"reward {name} fails on all completions, {steps}; first: {first}")
+                when = f"of {self.failing[name]} step(s) in a row"
+                raise RunFailed(f"reward {name} fails on all completions {when}; first: {first}")
 
     def _of_environment(self, name: str, batch: TextBatch) -> Scores:
         errors = [text.error if name in text.rewards else None for text in batch.texts]

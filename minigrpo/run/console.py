@@ -168,5 +168,5 @@ class Console:
                 f"continue: minigrpo train --config {folder}/config.toml --out-dir {folder} "
                 "--resume auto (of a script: run it again with resume='auto')"
             )
-        more = f"minigrpo doctor {folder}; minigrpo sample {folder}"
+        more = f"minigrpo doctor {folder}; minigrpo sample {folder} --prompt TEXT"
         self.say(f"next: minigrpo report {folder}; {more}")

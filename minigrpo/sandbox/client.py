@@ -53,11 +53,7 @@ def run_tests(
 
 @lru_cache(maxsize=10_000)
 def value_of(right: str, timeout_s: float) -> list[object]:
-    """[The value] of a right side, or [] if it has none that is plain.
-
-    A process without the program evaluates it, because a program could find the value in the memory
-    of its own process. All completions of a prompt share it.
-    """
+    """[The value] of a right side, or []: evaluated without the program, which could read it."""
     with running(timeout_s) as ask:
         return ask("eval", right)
 

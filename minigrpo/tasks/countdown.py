@@ -1,8 +1,4 @@
-"""The verifier of countdown: reach a target with given numbers, each used exactly once.
-
-It reads the content of the last pair of <answer> tags. In a text without them, it reads what
-follows the last <, > or line break.
-"""
+"""The verifier of countdown: reach a target with given numbers, each used exactly once."""
 
 import ast
 import re
@@ -24,7 +20,7 @@ def solves(text: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def given_answer(text: str) -> str:
-    """The answer in the last tags of a text, else its last attempt."""
+    """The answer in the last tags of a text, else what follows the last <, > or line break."""
     return tagged_answer(text, re.split("[\n<>]", text.strip())[-1])
 
 

@@ -3,9 +3,6 @@ r"""The math task: word problems with a final answer that can be checked.
     GSM8K's lines   {"question": ..., "answer": "...\n#### 72"}
     MATH's lines    {"problem": ..., "solution": "... \boxed{72} ...", "type": ..., "level": ...}
 
-A prompt asks for the answer in the form that the data has: after the last `####`, or in the last
-`\boxed{}`.
-
 Plain numbers are compared exactly, and other formulas by math-verify if it is installed (the extra
 `math`), else as text. math-verify may work for hours on 9^{9^{9}}, and Python cannot interrupt a
 multiplication of huge numbers. So math-verify runs in processes that the system ends.

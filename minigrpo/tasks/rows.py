@@ -146,7 +146,8 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     tools = list(tools) if is_chat(tools) else None  # a column may have another meaning
     asked = messages[:-1] if ends_in_answer(messages) else messages
     question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
-    example = Example(text, answer, messages=tuple(messages), fields=record, tools=tools)
+    kind = text_field(record, ["kind"], "")
+    example = Example(text, answer, kind=kind, messages=tuple(messages), fields=record, tools=tools)
     return Row(question, example)
 
 

@@ -44,11 +44,7 @@ def to_completions(
 
 
 def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
-    """The messages that the chat template writes a prompt from; none if the prompt is plain text.
-
-    A plain prompt becomes a user's message if there is a --system message, or if a dialogue
-    follows. Otherwise it stays plain, even with a chat template, which base models have too.
-    """
+    """The messages that the chat template writes a prompt from; none if it stays a plain text."""
     chat = tokenizer.chat
     if not example.messages and chat and (chat.system or example.in_turns):
         return ({"role": "user", "content": example.prompt},)

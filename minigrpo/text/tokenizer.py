@@ -1,7 +1,5 @@
 """Tokenizers: a tokenizer.json, run by the `tokenizers` package, and the files beside it.
 
-A text that spells a special token stays text. Only a chat template writes special tokens.
-
 The tokenizer for chess, in assets/chess, has a token for any character, so that any text
 round-trips. Only fields with a fixed form are longer tokens: the prefix of a prompt, side to move,
 castling rights, en passant square, the squares of a move, the ending. Piece placement has a token

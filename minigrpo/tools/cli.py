@@ -28,10 +28,10 @@ COMMANDS = {
     "plan": "estimate the memory of a training step, by component",
     "benchmark": "measure speed and memory on this machine, layer by layer",
 }
-# the help of train and plan, with the settings that most runs need
+# the help of train, with the settings that most runs need
 SHORT_PAGE = """usage: START [--config FILE.toml] [flags]
 
-ABOUT
+Train a model with GRPO, or supervised on true answers.
 
 SETTINGS
 
@@ -71,8 +71,8 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
     os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
     sys.path.append("")  # a user's file may import others of the folder that a run starts in
     try:
-        if name in ("train", "plan") and {"-h", "--help"} & {*argv}:
-            show_help(name, argv, prog)
+        if name == "train" and {"-h", "--help"} & {*argv}:
+            show_help(argv, prog)
             return
         _function(name)(list(argv), prog)
     except KeyboardInterrupt:
@@ -83,7 +83,7 @@ def run_command(name: str, argv: Sequence[str], prog: str) -> None:
         fail(place + text, code=1 if isinstance(error, RunFailed) else 2)
 
 
-def show_help(name: str, argv: Sequence[str], prog: str) -> None:
+def show_help(argv: Sequence[str], prog: str) -> None:
     """Print the settings that most runs need, and examples; with `--help all` every setting."""
     from ..settings import SHORT_HELP, fields_of, places
 
@@ -100,8 +100,7 @@ def show_help(name: str, argv: Sequence[str], prog: str) -> None:
             indent = " " * 26
             settings.append(fill(text, 100, subsequent_indent=indent, break_on_hyphens=False))
     start = f"python {prog}" if prog.endswith(".py") else prog
-    page = SHORT_PAGE.replace("START", start).replace("ABOUT", COMMANDS[name])
-    print(page.replace("SETTINGS", "\n".join(settings)))
+    print(SHORT_PAGE.replace("START", start).replace("SETTINGS", "\n".join(settings)))
 
 
 def fail(text: str, code: int = 2) -> NoReturn:

@@ -47,6 +47,12 @@ def is_destroyed(run: Run) -> bool:
     return run.headlines[0].low > 3 * run.headlines[-1].high
 
 
+def has_risen(run: Run) -> bool:
+    """Whether the reward is a tenth higher than at first: then low entropy is what was learnt."""
+    rewards = np.array([*run.curve("reward").values()])
+    return late(rewards) > 1.1 * early(rewards)
+
+
 RULES = (  # the gravest first
     Rule(
         "rewards/*/failures",
@@ -60,6 +66,15 @@ RULES = (  # the gravest first
         lambda values, run: is_destroyed(run),
         "The policy was destroyed: it has lost what it could do before training.",
         "Begin again with a tenth of the --learning-rate. What follows here is of the same cause.",
+    ),
+    Rule(
+        "entropy",
+        lambda values, run: (
+            late(values) < 0.2 * values[0]
+            and not (run.config.supervised or solved(run) or has_risen(run))
+        ),
+        "Entropy has collapsed: the model writes nearly the same text each time.",
+        "Begin again with a third of the --learning-rate, or with --entropy-coef 0.001.",
     ),
     Rule(
         "frac_reward_zero_std",
@@ -93,14 +108,6 @@ RULES = (  # the gravest first
         "Many completions are cut off before they end, and are scored by half a text.",
         "Raise --max-new-tokens, or use --overlong mask. If none ends, compare the stop tokens to "
         "those of the chat template; --loss nll on true answers teaches the end.",
-    ),
-    Rule(
-        "entropy",
-        lambda values, run: (
-            late(values) < 0.2 * early(values) and not (run.config.supervised or solved(run))
-        ),
-        "Entropy has collapsed: the model writes nearly the same text each time.",
-        "Lower --learning-rate, raise --clip-high (0.28, DAPO), or stop at the best evaluation.",
     ),
     Rule(
         "entropy",
@@ -158,6 +165,6 @@ def doctor_command(argv: Sequence[str], prog: str) -> None:
         findings = diagnose(run)
         is_short = len(run.metrics) < FEWEST_STEPS
         note = f" (trends need {FEWEST_STEPS} steps)" if is_short else ""
-        console.say(f"{run.name}, {len(run.metrics)} steps: {len(findings)} findings{note}")
+        console.say(f"{run.name}, {len(run.metrics)} steps: findings: {len(findings)}{note}")
         for rule, seen in findings:
             console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")

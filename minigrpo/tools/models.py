@@ -104,6 +104,9 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = EvaluateArguments.parse(argv, prog)
     config = config_of(arguments, given | {"eval_size": arguments.n})
     console = Console()
+    record = ModelSource.of(config.model.name).record
+    if arguments.data and record and arguments.data == record.settings.task.data:
+        console.warn("--data was trained on: without it, only what was held out is evaluated")
     sampler, scorer = open_with_task(config, console)
     measures = measure(sampler, scorer).measures
     run = config.run
@@ -125,8 +128,7 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
 class SampleArguments(ModelArguments):
     """Prompt a model with a text of your own, or see what a question's answers earn.
 
-    minigrpo sample MODEL --prompt "Why is the sky blue?" [flags of minigrpo train]
-    minigrpo sample MODEL --data rows.jsonl --rewards rewards.py [flags of minigrpo train]
+    minigrpo sample MODEL (--prompt TEXT | --data rows.jsonl --rewards FILE.py) [flags of train]
 
     It samples with the settings of the run unless flags change them, such as --temperature 0.7.
     """

@@ -1,10 +1,12 @@
 """Does a training step fit my card? `minigrpo plan [--memory 24GiB] [--processes 2] [flags]`."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
+from pydantic import Field, PositiveInt
 
 from ..build import Job, resolve
 from ..config import read_flags, settle
@@ -13,20 +15,30 @@ from ..memory import MIB, components_of, fit_to_memory, mean_prompt, peak_of, si
 from ..model.shape import ModelShape
 from ..model.source import ModelSource
 from ..run.console import Console
-from ..settings import SCRATCH
+from ..settings import SCRATCH, Group
 
 CUDA_CONTEXT = 2**29  # bytes that CUDA itself takes of a card
 
 
+class PlanArguments(Group):
+    """Estimate the memory of a training step, by component, and say whether it fits a card.
+
+    minigrpo plan [--memory 24GiB] [--processes 2] [flags of minigrpo train]
+    """
+
+    memory: Annotated[str, Field(pattern=r"^[\d.]*(GiB)?$")] = ""
+    """The memory of a card, which need not be here, such as 24GiB; by default this machine's."""
+    processes: PositiveInt = 1
+    """Processes of torchrun, each with a card."""
+
+
 def plan_command(argv: Sequence[str], prog: str) -> None:
-    parser = argparse.ArgumentParser(prog=prog, add_help=False)
-    parser.add_argument("--memory", type=lambda text: float(text.removesuffix("GiB")) * 2**30)
-    parser.add_argument("--processes", type=int, default=1)  # of torchrun, each with a card
-    own, flags = parser.parse_known_args(argv)
-    if not own.memory and torch.cuda.is_available():
-        own.memory = torch.cuda.mem_get_info()[1]  # the memory of this machine's card
+    own, flags = tyro.cli(PlanArguments, args=argv, prog=prog, return_unknown_args=True)
+    card = float(own.memory.removesuffix("GiB") or 0) * 2**30
+    if not card and torch.cuda.is_available():
+        card = torch.cuda.mem_get_info()[1]  # the memory of this machine's card
     given = read_flags(flags, prog)
-    if own.memory:
+    if card:
         given = {"device": "cuda", **given}  # the defaults of a machine with a GPU
     config, why = settle(given)
     source = ModelSource.of(config.model.name)
@@ -41,15 +53,18 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     if why:
         console.say(why)
     num_kept = 0
-    if own.memory:
-        available = own.memory - CUDA_CONTEXT
+    if card:
+        available = card - CUDA_CONTEXT
         config, num_kept = fit_to_memory(config, shape, prompt, available, own.processes)
-        console.say(f"batch sizes for {own.memory / 2**30:g} GiB: {sizes_of(config)}")
+        console.say(f"batch sizes for {card / 2**30:g} GiB: {sizes_of(config)}")
     components = components_of(config, shape, prompt, own.processes)
     peak = peak_of(components, num_kept)
     components["peak"] = peak
     components["on a card, with CUDA itself"] = peak + CUDA_CONTEXT
     rows = [[name, f"{size / MIB:,.0f}"] for name, size in components.items() if size]
-    console.table(
-        f"memory of a process in a step, with prompts of {prompt:.0f} tokens", ["", "MiB"], rows
-    )
+    completions = f"{config.sampling.prompts_per_step} x {config.sampling.group_size} completions"
+    lengths = f"{config.sampling.max_new_tokens} tokens, prompts of {prompt:.0f}"
+    console.table(f"a step of {completions} of {lengths}", ["", "MiB"], rows)
+    if card:
+        fits = "fits" if peak <= available else "does NOT fit"
+        console.say(f"by this estimate it {fits} {card / 2**30:g} GiB; it may be 15 % too low")

@@ -2,7 +2,7 @@
 
 minigrpo report RUN [RUN ...] --out report.html
 
-The page is one file that loads nothing else, made from report.html.j2, with figures of matplotlib.
+The page is one file that loads nothing else, with figures of matplotlib.
 Several runs share each figure.
 """
 
