@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import read_toml, settle
+from .errors import ConfigError
 from .evaluate import complete_prompt
 from .model.shape import Size
 from .model.transformer import Transformer
@@ -55,6 +56,8 @@ def train(
     KeyboardInterrupt after Ctrl-C, when the run is saved. A script that `torchrun` starts trains
     with several processes.
     """
+    if not all(map(callable, callbacks)):
+        raise ConfigError("callbacks are functions of (step, metrics)")
     if tools:
         environment = EnvironmentSet.of(environment, tools)
     # 1. Names and paths are settings, like those of the file, which they override.

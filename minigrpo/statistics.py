@@ -1,8 +1,7 @@
 """Means, intervals, tests and calibration of evaluations.
 
 Intervals are 95 %, over examples, because the K completions of one example are not independent.
-Means of values from 0 to 1 have Wilson's interval, which is never too narrow for them. All other
-measures have that of Student's t.
+Means of values from 0 to 1 have Wilson's interval, all others that of Student's t.
 """
 
 import math

@@ -139,7 +139,7 @@ class Completions(PerPrompt):
     prompt_len: Tensor  # [P] int64
     completion_ids: Tensor  # [P, G, S] int64, right-padded; column s is the s-th new token
     completion_mask: Tensor  # [P, G, S] bool, true for tokens that the policy sampled
-    sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, see RolloutBatch
+    sampler_logp: Tensor | None = None  # [P, G, S] float32, 0 where masked, before top-k, ..
     log_kept_mass: Tensor | None = None  # [P, G, S] float32, log of the mass that top-k, ... keep
     # [P, G] bool, it ends with a stop token or text, and was not cut off; None for true answers
     ended: Tensor | None = None
@@ -152,7 +152,7 @@ class Completions(PerPrompt):
 
     @property
     def truncated_sampler_logp(self) -> Tensor | None:
-        """`[P, G, S]`, see RolloutBatch: of the distribution that the tokens were drawn from."""
+        """`[P, G, S]`, of the distribution that the tokens were drawn from, after top-k, .."""
         if self.sampler_logp is None or self.log_kept_mass is None:
             return self.sampler_logp
         return self.sampler_logp - self.log_kept_mass
@@ -218,16 +218,9 @@ class RewardTable(PerPrompt):
 
 @dataclass(frozen=True)
 class RolloutBatch(PerPrompt):
-    """A step's batch.
+    """A step's batch. Log-probs are of the sampled tokens, in nats, of logits / temperature.
 
-    Log-probs are of the sampled tokens, in nats, of logits divided by --temperature. Their names
-    say who computes them:
-    trainer_logp: the policy as it is now, by the learner's forward. It is not stored here.
-    old_logp: the policy before the step's first update, by the learner's forward.
-    sampler_logp: the policy by the sampler's forward, before top-k, top-p and min-p.
-    truncated_sampler_logp: the same, renormalised over the tokens that these keep.
-    reference_logp: the frozen reference of --kl-coef.
-    teacher_logp: the teacher, after the prompt that it reads.
+    The glossary of CONTRIBUTING.md says who computes each of them.
     """
 
     examples: Sequence[Example]  # [P]

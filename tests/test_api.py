@@ -112,6 +112,9 @@ def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_pat
     (evaluation,) = read_jsonl(tmp_path / "a" / "eval.jsonl")
     (metrics,) = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert evaluation["reward"] is None and "reward" not in metrics
+    double = minigrpo.reward(lambda example, text: 2.0, name="double", success=True)
+    with pytest.raises(RunFailed, match="double"):
+        minigrpo.train(**given, rewards=double, out_dir=tmp_path / "double")
     below = minigrpo.reward(lambda example, text: -1.0, name="below")
     refused(minigrpo.train, **given, rewards=below, loss="maxrl", out_dir=tmp_path / "b")
     assert not read_jsonl(tmp_path / "b" / "metrics.jsonl")
@@ -157,6 +160,7 @@ def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: P
             **given,
         )
         assert seen == [1, 2, 3, 4]
+    refused(minigrpo.train, task=task, callbacks=[object()], **given)
     assert run.model is model
     assert "python:ChessEnv" in (run.folder / "config.toml").read_text()
     # the model is no longer that of the start

@@ -59,6 +59,7 @@ FAULTS = [  # of each rule in turn
     {"frac_reward_zero_std": between(0.3, 0.95)},
     {"rewards/check/mean": np.zeros(STEPS)},
     {"reward": between(0.5, 0.5)},
+    {"tools/call_frequency": np.zeros(STEPS)},
     {"completions/clipped_ratio": between(0.1, 0.5)},
     {"entropy": between(0.5, 3)},
     {"sampling/logp_difference_mean": between(0.01, 0.01)},

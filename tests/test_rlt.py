@@ -1,4 +1,4 @@
-"""RLT: the reward against plain forwards of single texts, and the additions."""
+"""RLT: the reward against plain forwards of single texts."""
 
 import doctest
 import json
@@ -149,19 +149,6 @@ def test_lines_have_a_solution_or_gsm8ks_answer() -> None:
     refused(RLT, 0, (), [rows])  # the shipped student knows nothing but additions
     for nothing in ("", " ", "<<1+1=2>>"):  # beside GSM8K's notes
         refused(RLT, 0, (), [[*rows, {"question": "1?", "solution": nothing}]], student="somebody")
-
-
-def test_additions_are_right_and_their_carries_lead_to_the_solution() -> None:
-    task = RLT(3)
-    for number in range(200):
-        example = task.train(number)
-        a, b = example.fields["students_prompt"].strip().split("+")
-        solution = example.fields["solution"]
-        assert int(a) + int(b) == int(solution)
-        assert len(solution) == len(a) + 1 == 7
-        bits = example.answer.removeprefix("<think>").removesuffix("</think>")
-        columns = zip(f"0{a}", f"0{b}", f"{bits[::-1]}0", strict=True)
-        assert "".join(str(sum(map(int, column)) % 10) for column in columns) == solution
 
 
 def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> None:

@@ -128,6 +128,11 @@ class RewardScorer:
         for function in self.functions:
             if not function.tokens:
                 scores[function.name] = self._of_function(function, batch)
+        for function in self.functions:
+            largest = scores[function.name].values.max()
+            if function.success and largest > 1:
+                advice = "return 1 for a right completion, and give the reward a weight"
+                raise RunFailed(f"reward {function.name}, the success, is {largest:g}: {advice}")
 
         # 3. What failures cost, and the weighted sum.
         return reward_table({name: scores[name] for name in self.names}, self.weights, shape)

@@ -1,14 +1,14 @@
-"""What people see of a run or a command: lines of text, tables, and bars on a terminal."""
+"""What people see of a run or a command: lines of text, and tables."""
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
 from rich.table import Table
 
 from ..config import Config
@@ -51,6 +51,7 @@ def screen() -> rich.console.Console:
         soft_wrap=True,
         markup=False,
         emoji=False,
+        highlight=False,
     )
 
 
@@ -64,7 +65,7 @@ class Console:
         self.said_at = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print a line to stdout, unless quiet. A live bar moves below it."""
+        """Print a line to stdout, unless quiet. A live line moves below it."""
         self.said_at = time.monotonic()
         if not self.quiet:
             print(text, file=Output(sys.stdout), flush=True)
@@ -82,43 +83,34 @@ class Console:
 
     @contextmanager
     def steps(self, done: int, last_step: int) -> Iterator[Callable[[int, Metrics], None]]:
-        """Show how far a run is: by a bar on a terminal, elsewhere by a line every 15 seconds.
+        """Show how far a run is: on a terminal in one place, elsewhere by a line every 15 seconds.
 
         Call what it yields with the number of each step and its metrics. `done` steps came before.
         """
-        has_bar = Output(sys.stdout).is_terminal and not self.quiet and done < last_step
-        progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}  "),  # leaves room for the ^C of Ctrl-C
+        is_live = Output(sys.stdout).is_terminal and not self.quiet and done < last_step
+        live = Live(
             console=screen(),
-            auto_refresh=False,  # the bar is drawn after each step, without a thread
+            auto_refresh=False,  # the line is drawn after each step, without a thread
             redirect_stderr=Output(sys.stderr).is_terminal,
-            disable=not has_bar,
         )
-        task = progress.add_task("", completed=done, total=last_step)
 
         def show(step: int, metrics: Metrics) -> None:
             name = "reward" if "reward" in metrics else "loss"
             seconds = metrics["step_time"]
             minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
             left = f"left {minutes_left}:{seconds_left:02d}"
-            text = f"{name} {metrics[name]:.3f}  {seconds:.2f} s/step  {left}"
-            if has_bar:
-                progress.update(task, completed=step, description=text, refresh=True)
+            progress = f"step {step}/{last_step}  {name} {metrics[name]:.3f}"
+            text = f"{progress}  {seconds:.2f} s/step  {left}"
+            if is_live:
+                live.update(text, refresh=True)
                 self.said_at = time.monotonic()
             elif self.is_silent() or step in (done + 1, last_step):
-                self.say(f"step {step}/{last_step}  {text}")
+                self.say(text)
 
-        with progress:
+        with live if is_live else nullcontext():
             yield show
 
-    def table(
-        self,
-        title: str,
-        columns: Iterable[str],
-        rows: Iterable[Iterable[str]],
-    ) -> None:
+    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """Print rows under their columns. On a narrow terminal, cells take several lines."""
         table = Table(box=None, pad_edge=False, show_header=any(columns))
         for i, name in enumerate(columns):

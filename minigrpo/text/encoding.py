@@ -1,8 +1,6 @@
 """Encode prompts and answers as padded rows of tokens, decode completions, find stop texts.
 
-Prompt and completion are encoded separately, because one token could span the boundary. Training
-uses the sampled tokens. It never encodes their text again, because that could give other tokens
-than those whose log-probs were recorded.
+Prompt and completion are encoded separately, because one token could span the boundary.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -103,6 +103,13 @@ RULES = (  # the gravest first
         fewest=100,
     ),
     Rule(
+        "tools/call_frequency",
+        lambda values, run: not values.any(),
+        "The model has called no tool.",
+        "Only calls in the form of the chat template count, which `minigrpo sample` shows.",
+        fewest=1,
+    ),
+    Rule(
         "completions/clipped_ratio",
         lambda values, run: late(values) > 0.25,
         "Many completions are cut off before they end, and are scored by half a text.",
