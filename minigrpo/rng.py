@@ -1,8 +1,4 @@
-"""Random numbers that are pure functions of (seed, stream name, counters), by NumPy's Philox.
-
-So a resume needs no generator state, and no draw depends on the batch, on the number of processes
-or on earlier draws. Only the initial weights come from a torch.Generator.
-"""
+"""Random numbers that are pure functions of (seed, stream name, counters), by NumPy's Philox."""
 
 import hashlib
 

@@ -55,9 +55,10 @@ rare[70:] = 2
 FAULTS = [  # of each rule in turn
     {"rewards/exact/failures": rare},
     {},
+    {"rewards/exact/mean": between(0.6, 0.1)},
+    {"rewards/check/mean": np.zeros(STEPS)},
     {"entropy": between(0.5, 0.01), "reward": between(0.5, 0.54)},
     {"frac_reward_zero_std": between(0.3, 0.95)},
-    {"rewards/check/mean": np.zeros(STEPS)},
     {"reward": between(0.5, 0.5)},
     {"tools/call_frequency": np.zeros(STEPS)},
     {"completions/clipped_ratio": between(0.1, 0.5)},

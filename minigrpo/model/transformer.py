@@ -1,9 +1,4 @@
-"""A decoder-only transformer on packed tokens: GPT-2, Llama, Qwen and their relatives.
-
-Blocks take packed tokens `[N, D]`, not `[batch, time, D]`, and a context that knows which tokens
-come before which (context.py). So a training forward runs no linear layer on padding, and runs
-shared tokens once.
-"""
+"""A decoder-only transformer on packed tokens, see context.py: GPT-2, Llama, Qwen and the like."""
 
 from collections.abc import Callable
 from functools import cache, partial

@@ -195,9 +195,11 @@ class RewardScorer:
                     self.first_errors[function.name] = first
                     cost = "such completions count as the worst of their group"
                     self.warn(f"reward {function.name}: {first}; {cost}")
-        if not any(answer.applies.any() for answer in scores):
-            self.warn(f"reward {function.name} is None for a whole batch: does it lack a return?")
-        return Scores.join(scores).select(batch.places if function.grouped else batch.same)
+        table = Scores.join(scores).select(batch.places if function.grouped else batch.same)
+        concerns_some = table.applies.any(axis=1)
+        if not concerns_some.any() or (concerns_some != table.applies.all(axis=1)).any():
+            self.warn(f"reward {function.name} is None for a completion: does it lack a return?")
+        return table
 
 
 def settled(scores: Scores, weight: float) -> Scores:

@@ -142,7 +142,7 @@ class Console:
 
     def evaluating(self, done: int, total: int) -> None:
         """Show how many completions of an evaluation are done, by a line every 15 seconds."""
-        if self.is_silent():
+        if done < total and self.is_silent():
             self.say(f"held out: {done} of {total} completions")
 
     def evaluation(self, step: int, estimates: Mapping[str, Estimate]) -> None:

@@ -66,12 +66,7 @@ class Pool:
         for _ in range(self.size):
             self.todo.put(None)
 
-    def submit(
-        self,
-        key: Any,
-        function: Callable[[], object],
-        timeout_s: float,
-    ) -> None:
+    def submit(self, key: Any, function: Callable[[], object], timeout_s: float) -> None:
         """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""
         self.todo.put(Call(key, function, float(timeout_s)))
         self.num_open += 1

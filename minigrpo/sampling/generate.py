@@ -1,9 +1,5 @@
 """From prompts to completions: the loop of decoding.
 
-A token is a pure function of its logits and of one uniform number that was drawn beforehand. So a
-completion does not depend on what else is in the batch, up to rounding. And speculative decoding is
-exact: a proposed token is kept only if it would have been picked anyway.
-
 Completions of a prompt that are equal so far share a *slot*, a place in the decoder's batch. Slots
 split when their completions differ, and never merge.
 

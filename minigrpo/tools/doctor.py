@@ -28,13 +28,18 @@ class Rule(NamedTuple):
 
 
 def early(values: np.ndarray) -> float:
-    """The median of the first two fifths."""
-    return float(np.median(values[: 1 + len(values) * 2 // 5]))
+    """The median of the first two fifths; 0 without values."""
+    return float(np.median(values[: 1 + len(values) * 2 // 5])) if len(values) else 0.0
 
 
 def late(values: np.ndarray) -> float:
-    """The median of the last fifth."""
-    return float(np.median(values[-1 - len(values) // 5 :]))
+    """The median of the last fifth; 0 without values."""
+    return float(np.median(values[-1 - len(values) // 5 :])) if len(values) else 0.0
+
+
+def right(run: Run) -> np.ndarray:
+    """The share of right completions by step, or no numbers if no reward function says it."""
+    return np.array([*run.curve(f"rewards/{run.success}/mean").values()])
 
 
 def solved(run: Run) -> bool:
@@ -68,13 +73,27 @@ RULES = (  # the gravest first
         "Begin again with a tenth of the --learning-rate. What follows here is of the same cause.",
     ),
     Rule(
+        "reward",
+        lambda values, run: has_risen(run) and late(right(run)) < 0.5 * early(right(run)),
+        "The reward rises, while fewer completions are right: it pays for something else.",
+        "Read samples.jsonl, and mend the reward. --kl-coef 0.02 keeps the model near its start.",
+    ),
+    Rule(
+        "rewards/*/mean",
+        lambda values, run: not values.any(),
+        "A reward function has been 0 for every completion.",
+        "See what it scores by `minigrpo sample`. If a right answer earns 0, mend the function or "
+        "its rows. Otherwise take easier questions, partial credit, or --loss nll first.",
+        fewest=1,
+    ),
+    Rule(
         "entropy",
         lambda values, run: (
             late(values) < 0.2 * values[0]
             and not (run.config.supervised or solved(run) or has_risen(run))
         ),
         "Entropy has collapsed: the model writes nearly the same text each time.",
-        "Begin again with a third of the --learning-rate, or with --entropy-coef 0.001.",
+        "Begin again with a third or a tenth of the --learning-rate.",
     ),
     Rule(
         "frac_reward_zero_std",
@@ -84,15 +103,9 @@ RULES = (  # the gravest first
             and not (solved(run) or run.config.loss.kl_coef or run.config.loss.teacher)
         ),
         "In most groups all completions have equal rewards, which teach nothing.",
-        "Take other prompts, a larger --group-size, --dynamic-sampling 3, or a reward with partial "
-        "credit; --loss nll first if nothing is ever right.",
+        "Take harder questions if most are right. If few are, take a larger --group-size, partial "
+        "credit, or --dynamic-sampling 3.",
         fewest=1,
-    ),
-    Rule(
-        "rewards/*/mean",
-        lambda values, run: not values.any(),
-        "A reward function has been 0 for every completion.",
-        "Try it on a right answer. If it works, the model needs --loss nll on true answers first.",
     ),
     Rule(
         "reward",
@@ -100,7 +113,7 @@ RULES = (  # the gravest first
         "The reward has not risen.",
         "If it fell, lower --learning-rate. Otherwise try three times the rate, more "
         "--prompts-per-step, or more steps.",
-        fewest=100,
+        fewest=50,
     ),
     Rule(
         "tools/call_frequency",
