@@ -207,7 +207,7 @@ def output(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     return stream
 
 
-def test_a_run_shows_a_bar_on_a_terminal_and_lines_elsewhere(
+def test_a_run_updates_a_line_on_a_terminal_and_adds_lines_elsewhere(
     output: StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is printed stays whole, and an interrupt leaves the terminal as it was."""

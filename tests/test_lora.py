@@ -261,6 +261,11 @@ def test_logits_and_gradients_are_pefts(tmp_path: Path, name: str, few: bool) ->
         assert (ours.get_parameter(name).grad - other).norm() < 3e-4 * other.norm()
     assert not gradients
 
+    lora.merge_adapters(ours).export(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        assert_close(merged(IDS).logits, logits, rtol=1e-4, atol=2e-4)
+
 
 def started(
     folder: Path, vocab: int = VOCAB, checksums: dict[str, str] | None = None, **settings: Any

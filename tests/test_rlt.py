@@ -155,6 +155,8 @@ def test_the_shipped_student_solves_with_true_carries_and_rarely_without() -> No
     task = RLT(0)
     model = Transformer.from_pretrained(Path(task.student))
     examples = [task.held_out(i) for i in range(60)]
+    for fields in (x.fields for x in examples):
+        assert sum(map(int, fields["students_prompt"].split("+"))) == int(fields["solution"])
     texts = [[x.answer, "<think>abcdef</think>"] for x in examples]
     scores = task.score_tokens(batch_of(examples, texts, student(CHESS, model)))
     with_carries, with_junk = scores["solved"].mean(0)

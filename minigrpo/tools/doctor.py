@@ -185,6 +185,6 @@ def doctor_command(argv: Sequence[str], prog: str) -> None:
         findings = diagnose(run)
         is_short = len(run.metrics) < FEWEST_STEPS
         note = f" (trends need {FEWEST_STEPS} steps)" if is_short else ""
-        console.say(f"{run.name}, {len(run.metrics)} steps: findings: {len(findings)}{note}")
+        console.say(f"{run.name}, {len(run.metrics)} steps, findings: {len(findings)}{note}")
         for rule, seen in findings:
             console.say(f"\nfinding  {rule.sentence}\nseen     {seen}\nadvice   {rule.advice}")

@@ -1,4 +1,4 @@
-"""Does a training step fit my card? `minigrpo plan [--memory 24GiB] [--processes 2] [flags]`."""
+"""Does a training step fit my card? `minigrpo plan`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ class PlanArguments(Group):
     minigrpo plan [--memory 24GiB] [--processes 2] [flags of minigrpo train]
     """
 
-    memory: Annotated[str, Field(pattern=r"^[\d.]*(GiB)?$")] = ""
+    memory: Annotated[str, Field(pattern=r"^(\d+(\.\d+)?(GiB)?)?$")] = ""
     """The memory of a card, which need not be here, such as 24GiB; by default this machine's."""
     processes: PositiveInt = 1
     """Processes of torchrun, each with a card."""
@@ -67,4 +67,4 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
     console.table(f"a step of {completions} of {lengths}", ["", "MiB"], rows)
     if card:
         fits = "fits" if peak <= available else "does NOT fit"
-        console.say(f"by this estimate it {fits} {card / 2**30:g} GiB; it may be 15 % too low")
+        console.say(f"it {fits} {card / 2**30:g} GiB by this estimate, which may be 15 % too low")

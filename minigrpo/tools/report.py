@@ -2,8 +2,8 @@
 
 minigrpo report RUN [RUN ...] --out report.html
 
-The page is one file that loads nothing else, with figures of matplotlib.
-Several runs share each figure.
+The page is one file that loads nothing else, with figures of matplotlib. Several runs share each
+figure.
 """
 
 from collections.abc import Mapping, Sequence
