@@ -65,7 +65,9 @@ def main(names: tyro.conf.Positional[tuple[str, ...]] = (), max_steps: int = 0) 
         first = next(iter(runs.values()))
         if figure.picture:
             labelled = {arm.label: same for (_, arm), same in runs.items()}
-            plot_curve(labelled, EVAL + first[0].success + SAMPLED, str(out), title=figure.picture)
+            measure = EVAL + first[0].success + SAMPLED
+            xlabel = "training step (bands: from the lowest to the highest seed)"
+            plot_curve(labelled, measure, str(out), xlabel, figure.picture)
         if figure.script:
             words = [sys.executable, figure.script, *[run.name for run in first], "--out", str(out)]
             subprocess.run(words, check=True)

@@ -32,12 +32,14 @@ class Attempt(NamedTuple):
     value: int
     steps: str  # such as 4+3=7,7*5=35
     expression: str  # the same in one expression, (4+3)*5
+    growing: str  # steps that keep their expressions, 4+3=7,(4+3)*5=35
 
 
 def random_attempt(rng: Generator, numbers: Sequence[int]) -> Attempt:
     """Combine two random numbers, the larger one first, by a random operator until one is left."""
     pool = [(number, str(number)) for number in numbers]  # values with their expressions
     steps = []
+    growing = []
     while len(pool) > 1:
         pair = [pool.pop(rng.integers(len(pool))) for _ in range(2)]
         (b, right), (a, left) = sorted(pair)
@@ -47,9 +49,10 @@ def random_attempt(rng: Generator, numbers: Sequence[int]) -> Attempt:
         allowed = [sign for sign, value in results.items() if 0 < value <= LARGEST] or ["+"]
         sign = allowed[rng.integers(len(allowed))]
         steps.append(f"{a}{sign}{b}={results[sign]}")
+        growing.append(f"{left}{sign}{right}={results[sign]}")
         pool.append((results[sign], f"({left}{sign}{right})"))
     value, expression = pool[0]
-    return Attempt(value, ",".join(steps), expression[1:-1])
+    return Attempt(value, ",".join(steps), expression[1:-1], ",".join(growing))
 
 
 class Problems(Generated):

@@ -10,34 +10,45 @@ The control of GRPO in docs/results.md continues with such data:
 from collections.abc import Sequence
 
 import numpy as np
-from countdown import Problems, random_attempt
+from countdown import Attempt, Problems, random_attempt
+from numpy.random import Generator
 
 STOP_PROBABILITY = 1 / 3  # probability that a search ends after an attempt that does not hit
 MAX_ATTEMPTS = 8
 
 
-def random_search(rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-    """Write random attempts, none of them twice, until one hits or after a random number.
-
-    `<` follows an attempt that is below the target, and `>` one that is above.
-    """
-    text = ""
-    made = set[str]()
+def random_search(rng: Generator, numbers: Sequence[int], target: int) -> list[Attempt]:
+    """Make random attempts, none of them twice, until one hits or after a random number."""
+    attempts = dict[str, Attempt]()  # by their steps
     while True:
         attempt = random_attempt(rng, numbers)
-        if attempt.steps not in made:
-            made.add(attempt.steps)
-            text += attempt.steps
-            is_hit = attempt.value == target
-            if is_hit or rng.random() < STOP_PROBABILITY or len(made) == MAX_ATTEMPTS:
-                return text
-            text += "<" if attempt.value < target else ">"
-        elif rng.random() < STOP_PROBABILITY:  # there may be no other attempt
-            return text[:-1]
+        is_new = attempt.steps not in attempts
+        attempts[attempt.steps] = attempt
+        if is_new and (attempt.value == target or len(attempts) == MAX_ATTEMPTS):
+            return [*attempts.values()]
+        if rng.random() < STOP_PROBABILITY:  # also after an old one: there may be no other
+            return [*attempts.values()]
+
+
+def short_text(attempts: Sequence[Attempt], target: int) -> str:
+    """`<` follows an attempt that is below the target, and `>` one that is above."""
+    text = ""
+    for attempt in attempts[:-1]:
+        text += attempt.steps + ("<" if attempt.value < target else ">")
+    return text + attempts[-1].steps
+
+
+def chat_text(attempts: Sequence[Attempt], target: int) -> str:
+    """A thought with a line for each attempt. The last one is the answer."""
+    verdicts = {-1: "too low", 0: "right", 1: "too high"}
+    lines = [f"{x.growing}: {verdicts[int(np.sign(x.value - target))]}" for x in attempts]
+    thought = "\n".join(["<think>", *lines, "</think>"])
+    return f"{thought}\n<answer>{attempts[-1].expression}</answer>"
 
 
 class RandomSearches(Problems):
     """Problems whose answer is a random search."""
 
-    def answer(self, rng: np.random.Generator, numbers: Sequence[int], target: int) -> str:
-        return random_search(rng, numbers, target)
+    def answer(self, rng: Generator, numbers: Sequence[int], target: int) -> str:
+        write = chat_text if self.form == "chat" else short_text
+        return write(random_search(rng, numbers, target), target)

@@ -78,7 +78,7 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], out: Path = Path("guess.pn
     axes.plot(np.mean(halved, axis=0), "k:", label="halving")
     axes.set_yscale("log", base=2)
     axes.set_yticks([1, 2, 4, 8, 16, 31], labels=["1", "2", "4", "8", "16", "31"])
-    axes.set(xlabel="guess", title="numbers still possible, mean")
+    axes.set(xlabel="guess", ylabel="numbers still possible, mean")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out, dpi=200)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from examples.countdown import LARGEST, Problems, random_attempt
+from examples.countdown import LARGEST, Problems
 from examples.countdown_rows import Countdown, parse_problem
-from examples.countdown_sft import random_search
+from examples.countdown_sft import chat_text, random_search, short_text
 from minigrpo.config import Config
 from minigrpo.evaluate import grade, held_out_examples
 from minigrpo.rng import stream
@@ -138,13 +138,13 @@ def test_the_last_tags_count_else_the_last_line() -> None:
 @settings(max_examples=50)
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 100), min_size=2, max_size=6))
 def test_random_attempts_state_true_values(seed: int, numbers: list[int]) -> None:
-    attempt = random_attempt(stream(seed, "attempt"), numbers)
+    attempts = random_search(stream(seed, "search"), numbers, 7)
+    attempt = attempts[-1]
     assert result(attempt.expression, numbers) == attempt.value
-    assert result(attempt.steps, numbers) == attempt.value
     assert attempt.value >= 0 if 0 in numbers else 0 < attempt.value <= LARGEST
-    lines = re.split("[<>]", random_search(stream(seed, "search"), numbers, 7))
-    assert len(set(lines)) == len(lines)
-    assert all(result(line, numbers) is not None for line in lines)
+    assert all(result(x.steps, numbers) == x.value for x in attempts)
+    assert sorted(re.split("[<>]", short_text(attempts, 7))) == sorted({x.steps for x in attempts})
+    assert given_answer(chat_text(attempts, 7)) == attempt.expression
 
 
 ORDERS = [[1, 2, 30], [30, 1, 2], [2, 30, 1]]
