@@ -22,11 +22,9 @@ def random_search(rng: Generator, numbers: Sequence[int], target: int) -> list[A
     attempts = dict[str, Attempt]()  # by their steps
     while True:
         attempt = random_attempt(rng, numbers)
-        is_new = attempt.steps not in attempts
         attempts[attempt.steps] = attempt
-        if is_new and (attempt.value == target or len(attempts) == MAX_ATTEMPTS):
-            return [*attempts.values()]
-        if rng.random() < STOP_PROBABILITY:  # also after an old one: there may be no other
+        is_last = attempt.value == target or len(attempts) == MAX_ATTEMPTS
+        if is_last or rng.random() < STOP_PROBABILITY:  # an old one too: there may be no other
             return [*attempts.values()]
 
 
@@ -41,7 +39,7 @@ def short_text(attempts: Sequence[Attempt], target: int) -> str:
 def chat_text(attempts: Sequence[Attempt], target: int) -> str:
     """A thought with a line for each attempt. The last one is the answer."""
     verdicts = {-1: "too low", 0: "right", 1: "too high"}
-    lines = [f"{x.growing}: {verdicts[int(np.sign(x.value - target))]}" for x in attempts]
+    lines = [f"{x.growing}: {verdicts[np.sign(x.value - target)]}" for x in attempts]
     thought = "\n".join(["<think>", *lines, "</think>"])
     return f"{thought}\n<answer>{attempts[-1].expression}</answer>"
 
