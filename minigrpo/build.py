@@ -276,9 +276,10 @@ def check_examples(job: Job, context: int, console: Console) -> None:
     if config.model.base_dtype != config.model.matrix_dtype:
         console.warn("--base-dtype stores frozen weights: without --lora-rank, --model has none")
     examples = [*known, *made]
-    for example in examples:
-        if messages_of(tokenizer, example):  # there it is an error
-            continue
+    plain = [example for example in examples if not messages_of(tokenizer, example)]
+    if plain and tokenizer.chat:
+        console.say("prompts: plain texts; messages, or --system, would use the chat template")
+    for example in plain:  # in messages it is an error
         spelled = [token for token in tokenizer.special if token in example.prompt]
         if spelled:
             advice = "Give messages: the chat template writes its tokens"

@@ -196,8 +196,7 @@ def test_rewards_of_another_form_are_refused() -> None:
 
 def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any) -> None:
     """Check these rows as a run does before it starts."""
-    config = Config.of(model=model, max_new_tokens=8, task="prompts", **settings)
-    config = config.replace(task_args={"judge": "none"})
+    config = Config.of(model=model, max_new_tokens=8, **settings)
     given = Given.of(data=data, eval_data=eval_data, rewards=digits)
     context = ModelSource.of(model).shape.context
     check_examples(Job.of(resolve(config, given), given), context, Console())
@@ -237,18 +236,19 @@ def test_every_row_is_checked_before_a_run(model: str, split: str, content: str)
     assert f"{split}, row 91:" in refused(checked, model, **data)
 
 
-def test_what_rows_say_in_vain_is_warned_of(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def warnings(rows: list[dict[str, Any]], **settings: Any) -> int:
+def test_what_rows_say_in_vain_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(rows: list[dict[str, Any]], **settings: Any) -> list[int]:
         checked(model, rows, **settings)
-        return capsys.readouterr().err.count("warning")
+        return [stream.count("\n") for stream in capsys.readouterr()]
 
     rendered = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     thinking = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert warnings([{"prompt": f"{i}?"} for i in range(20)]) == 0
-    assert warnings(ROWS) == 0
-    assert warnings([{"prompt": rendered.format(i)} for i in range(20)]) == 1
-    assert warnings([{**row, **thinking} for row in ROWS]) == 1
-    assert warnings(ROWS, chat_args="enable_thinking=false") == 1
+    plain = [{"prompt": f"{i}?"} for i in range(20)]
+    assert said(plain) == [1, 0]
+    assert said(plain, system="s") == said(ROWS) == [0, 0]
+    assert said([{"prompt": rendered.format(i)} for i in range(20)]) == [1, 1]
+    assert said([{**row, **thinking} for row in ROWS]) == [0, 1]
+    assert said(ROWS, chat_args="enable_thinking=false") == [0, 1]
 
 
 def test_variables_of_the_template_count_wherever_a_run_is_used(
