@@ -64,9 +64,9 @@ class Config(Settings):
         return cls.of(**read_toml(path))
 
     @classmethod
-    def from_cli(cls, argv: Sequence[str], *, prog: str | None = None) -> "Config":
+    def from_cli(cls, argv: Sequence[str]) -> "Config":
         """A config from flags. Bad ones raise ConfigError, or end the process with code 2."""
-        return cls.of(**read_flags(argv, prog))
+        return cls.of(**read_flags(argv))
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "Config":
@@ -166,8 +166,6 @@ def read_flags(argv: Sequence[str], prog: str | None = None) -> dict[str, Any]:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in TRL_WORDS:  # for other flags tyro suggests a name
             raise unknown_setting(name)
-    if {"-h", "--help"} & {*argv}:  # prints the help, and ends the process
-        tyro.cli(Config, args=["--help"], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
     # A Config would not know which of its settings were given, so tyro makes a dict.
     fields = {
         name: get_type_hints(Config.model_fields[group].annotation, include_extras=True)[field]

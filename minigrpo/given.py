@@ -1,7 +1,7 @@
 """What a run is given: Python objects of the caller's, or settings that name files."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,9 +75,7 @@ class Given:
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""
         texts = {}
-        for field in fields(self):
-            name = field.name
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if value is not None:
                 text = digest(value) if name in ("data", "eval_data") else described(value)
                 texts[name] = FROM_PYTHON + text

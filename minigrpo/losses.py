@@ -19,8 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .advantages import advantages as advantages
-
 
 @dataclass(frozen=True)
 class LossNormalizer:

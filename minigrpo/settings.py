@@ -38,7 +38,7 @@ LOSS_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "nll"
 def read_pairs(value: Any) -> Any:
     """Read a text of pairs as a dict: `"a=false,b=2x12,3x12"` has a bool and a text.
 
-    Values may be JSON. A comma separates pairs only before NAME=.
+    Values may be JSON, or Python's True and False. A comma separates pairs only before NAME=.
     """
     if not isinstance(value, str):
         return value
@@ -48,7 +48,7 @@ def read_pairs(value: Any) -> Any:
     pairs: dict[str, Any] = dict(text.split("=", 1) for text in texts if text)
     for name, text in pairs.items():
         with suppress(ValueError):
-            pairs[name] = json.loads(text)
+            pairs[name] = json.loads(text.lower() if text in ("True", "False") else text)
     return pairs
 
 

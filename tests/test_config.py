@@ -96,8 +96,8 @@ def test_toml_round_trips(tmp_path_factory: pytest.TempPathFactory, given: dict[
 def test_pairs_are_separated_by_commas_and_chat_args_keep_their_types() -> None:
     assert read_pairs("sizes=2x12,3x12, n=2") == {"sizes": "2x12,3x12", "n": 2}
     assert Config.of(reward_weights="a=1,b=-0.5").task.reward_weights == {"a": 1.0, "b": -0.5}
-    words = 'enable_thinking=false,name=x,1,n=3,list=[1, "a"],day=2024-01-02'
-    values = {"enable_thinking": False, "name": "x,1", "n": 3, "list": [1, "a"]}
+    words = 'enable_thinking=false,name=x,1,n=3,off=False,list=[1, "a"],day=2024-01-02'
+    values = {"enable_thinking": False, "name": "x,1", "n": 3, "off": False, "list": [1, "a"]}
     values["day"] = "2024-01-02"
     for config in (Config.from_cli(["--chat-args", words]), Config.of(chat_args=words)):
         assert config.model.chat_args == values

@@ -1,6 +1,7 @@
 """The decoder's cache, slots, drafts, and prompts that enter as others leave."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from minigrpo.model.transformer import Transformer
 from minigrpo.rng import uniforms
-from minigrpo.sampling import decoder as decoding
 from minigrpo.sampling.decoder import Decoder
 from minigrpo.sampling.generate import Generation
 from minigrpo.sampling.sequences import assign_slots, propose
@@ -41,7 +41,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def started(model: Transformer, prompts: Completions, **changes: Any) -> Generation:
-    return begin(model, prompts.prompt_ids, prompts.prompt_len, **options(**changes))
+    return begin(model, prompts, **options(**changes))
 
 
 def sample(model: Transformer, prompts: Completions, **changes: Any) -> Completions:
@@ -51,7 +51,6 @@ def sample(model: Transformer, prompts: Completions, **changes: Any) -> Completi
 def test_caches_stay_in_one_place_and_hold_what_runs(
     model: Transformer, prompts: Completions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "BLOCK", 3)
     running, stored, columns, places = [], [], [], set()
     step = Decoder.step
 
@@ -82,9 +81,10 @@ def test_a_proposal_past_the_context_harms_nobody(model: Transformer) -> None:
     """A completion may end with the last position; what is proposed after it is not kept."""
     length = model.shape.context - 4
     ids = torch.arange(length)[None] % VOCAB
+    prompt: Any = SimpleNamespace(prompt_ids=ids, prompt_len=torch.tensor([length]))
     drafts = torch.zeros(1, 9, dtype=torch.int64)
     plain, drafted = (
-        generate(model, ids, torch.tensor([length]), stops=(), max_new_tokens=4, **more)
+        generate(model, prompt, stops=(), max_new_tokens=4, **more)
         for more in ({}, {"drafts": drafts, "num_speculative_tokens": 8})
     )
     assert torch.equal(drafted.completion_ids, plain.completion_ids)

@@ -126,8 +126,7 @@ def test_a_dialogue_is_what_a_plain_forward_makes_of_it(
     stub = Stub(patience)
     found = generate(
         model,
-        c.prompt_ids,
-        c.prompt_len,
+        c,
         stops=STOPS,
         max_new_tokens=LENGTH,
         num_samples=SAMPLES,

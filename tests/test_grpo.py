@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import grpo
 from minigrpo import losses
+from minigrpo.advantages import advantages
 from minigrpo.config import Config
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.transformer import Transformer
@@ -81,7 +82,7 @@ def test_the_gradient_is_the_librarys(
             examples=[Example("", "")] * len(completions),
             completions=completions,
             texts=[[]] * len(completions),
-            advantages=losses.advantages(rewards),
+            advantages=advantages(rewards),
             reference_logp=reference(packed)[0] if kl_coef else None,
         )
         if policy_has_moved:

@@ -326,6 +326,15 @@ def test_a_resume_refuses_another_scale_of_the_adapters(start: Path) -> None:
     refused(started, start, checksums=checksums, lora_rank=2)
 
 
+def test_runs_of_other_seeds_have_one_checksum(start: Path) -> None:
+    """Also beside a copy of the start: new adapters are random, and add nothing to it."""
+    base = start.parent / "its-base"
+    kept: list[dict[str, str]] = [{}, {}]
+    for seed, checksums in enumerate(kept):
+        started(base, checksums=checksums, lora_rank=2, kl_coef=0.1, seed=seed)
+    assert kept[0] == kept[1] != {}
+
+
 def test_what_is_known_of_the_base_is_known_of_its_adapters(start: Path) -> None:
     base = start.parent / "its-base"
     source = ModelSource.of(str(start))

@@ -185,7 +185,10 @@ class GatedDelta(nn.Module):
             return (self.norm(found) * F.silu(gate)).flatten(1).to(out_gate.dtype)
 
     def scan(
-        self, states: Tensor | None, inputs: Tensor, needs: Needs = "both"
+        self,
+        states: Tensor | None,
+        inputs: Tensor,
+        needs: Needs,
     ) -> tuple[Tensor, Tensor]:
         """`[C, T, F]` -> `[C, T, value heads, value size]`; inputs of zeros change no state."""
         layer = self.layer

@@ -204,8 +204,11 @@ class ModelSource:
         else:
             lora.attach_peft(model, self.fetch_weights())
         # 3. A checkpoint has what is trained. A resume loads the rest again, or, if a frozen model
-        # is a copy of the start, all of it. Random numbers may differ in their last bits.
-        copies_start = INITIAL in (config.loss.teacher, config.loss.reference_model)
+        # is a copy of the start, all of it. Random numbers may differ in their last bits. Those of
+        # new adapters do not count: without training, adapters add nothing.
+        draws_adapters = under is self and settings.lora_rank > 0
+        has_copy = INITIAL in (config.loss.teacher, config.loss.reference_model)
+        copies_start = has_copy and not draws_adapters
         parameters: dict[str, torch.Tensor] = {
             name: parameter
             for name, parameter in model.named_parameters()

@@ -143,13 +143,20 @@ class Transformer(Weights):
         return self.lm_head(hidden).unflatten(0, ids.shape)
 
     def forward(
-        self, packing: Packing, temperature: float = 1.0, entropy: Entropy = "none"
+        self,
+        packing: Packing,
+        temperature: float = 1.0,
+        entropy: Entropy = "none",
     ) -> Predictions:
         """Predictions of completion tokens, of logits / temperature."""
         hidden = self.forward_hidden(packing.ids, packing.positions, packing)
         hidden = hidden.index_select(0, packing.sources)  # [M, D]
         logp, of_predictions = token_logprobs(
-            hidden, self.head_weight, packing.targets, temperature, entropy
+            hidden,
+            self.head_weight,
+            packing.targets,
+            temperature,
+            entropy,
         )
 
         def in_groups(values: Tensor) -> Tensor:

@@ -110,26 +110,26 @@ class RewardScorer:
             copies = copy.deepcopy((examples, texts, completions))
             return TokenBatch(*copies, temperature, self.tokenizer.decode, self.token_model)
 
-        # 1. Environments and rewards of tokens.
-        scores = {name: self._of_environment(name, batch) for name in self.environments}
-        by_token: dict[str, np.ndarray] = {}
-        if self.task.token_rewards:
-            by_token |= self.task.score_tokens(token_batch())
-        for function in self.functions:
-            if function.tokens:
-                by_token[function.name] = as_numbers(function(token_batch()), shape)
-        for name, answers in by_token.items():
+        def in_groups(answers: np.ndarray) -> Scores:
             flat = np.ravel(answers).tolist()
-            scores[name] = as_scores(flat, batch.places.size).select(batch.places)
+            return as_scores(flat, batch.places.size).select(batch.places)
 
-        # 2. Rewards of texts.
+        # 1. Environments and the task.
+        scores = {name: self._of_environment(name, batch) for name in self.environments}
+        if self.task.token_rewards:
+            for name, answers in self.task.score_tokens(token_batch()).items():
+                scores[name] = in_groups(answers)
         if self.text_rewards:
             scores |= self._of_task(batch)
+
+        # 2. Functions.
         for function in self.functions:
-            if not function.tokens:
-                scores[function.name] = self._of_function(function, batch)
-        for function in self.functions:
-            largest = scores[function.name].values.max()
+            if function.tokens:
+                found = in_groups(as_numbers(function(token_batch()), shape))
+            else:
+                found = self._of_function(function, batch)
+            scores[function.name] = found
+            largest = found.values.max()
             if function.success and largest > 1:
                 advice = "return 1 for a right completion, and give the reward a weight"
                 raise RunFailed(f"reward {function.name}, the success, is {largest:g}: {advice}")

@@ -23,8 +23,7 @@ from ..model.transformer import Transformer
 from .graphs import copy_into, copy_rows, next_size
 from .slot_states import SlotStates
 
-BLOCK = 64  # columns by which the used part of a cache grows
-BLOCK_OF_GRAPHS = 256  # because each number of columns is a graph of its own
+COLUMN_BLOCK = 256  # columns by which the used part of a cache grows if each is a graph
 FEWEST_ROWS = 32  # of a graph: fewer take a GPU as long
 
 
@@ -124,7 +123,8 @@ class Decoder:
         is_token = np.arange(width) < lengths[:, None]
         places = prompt_ids.new_tensor(np.flatnonzero(is_token))
         # Padding repeats the token before it. Causality hides it from all others.
-        rows = prompt_ids.new_tensor((is_token.ravel().cumsum() - 1).reshape(is_token.shape))
+        numbers = is_token.ravel().cumsum() - 1
+        rows = prompt_ids.new_tensor(numbers.reshape(is_token.shape))
 
         # 2. Run them.
         ids = prompt_ids[:, :width].flatten().index_select(0, places)
@@ -196,61 +196,18 @@ class Decoder:
 
     def use_columns(self, num_columns: int) -> int:
         """Grow the usable columns to at least `num_columns`; return their number."""
-        block = BLOCK_OF_GRAPHS if self.few_sizes else BLOCK
-        in_blocks = -(-num_columns // block) * block
-        self.columns = max(self.columns, min(in_blocks, self.capacity.columns))
+        if self.few_sizes:
+            num_columns = -(-num_columns // COLUMN_BLOCK) * COLUMN_BLOCK
+        self.columns = max(self.columns, min(num_columns, self.capacity.columns))
         return self.columns
 
-    def attend(
-        self,
-        layer: int,
-        slots: Tensor,
-        columns: Tensor,
-        mask: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """`q [B * W, H, E]`, new keys and values `[B * W, K, E]` -> `[B * W, H, E]`.
-
-        The tokens are at `columns [B, W]` of `slots [B, 1]`.
-        """
-        place = self.place_in_cache[layer]
-        num_slots, width = columns.shape
-        num_columns = mask.shape[-1] - self.prompt_width
-
-        # 1. Store the new keys and values.
-        new_kv = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
-        self.own_kv[place][:, slots, :, columns] = new_kv
-        own_k, own_v = self.own_kv[place, :, :num_slots, :, :num_columns]
-        num_prompts = self.grid_shape[0]
-        prompt_k, prompt_v = self.prompt_kv[place, :, :num_prompts, :, : self.prompt_width]
-
-        # 2. Attend to the prompt and to the slot's own tokens, in one softmax.
-        q = q * q.shape[-1] ** -0.5
-        q = q.unflatten(0, (-1, width)).unflatten(2, (self.heads, -1))  # [B, W, K, R, E]
-        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, R * W, E]
-        prompt_scores = self._to_slots(scores_of(self._to_grid(q), prompt_k))
-        own_scores = scores_of(q, own_k)
-        scores = torch.cat([prompt_scores, own_scores], dim=-1)  # [B, K, R * W, keys]
-        scores.unflatten(2, (-1, width)).masked_fill_(mask, -torch.inf)
-        weights = scores.softmax(-1).to(v.dtype)
-        prompt_weights, own_weights = weights.split([self.prompt_width, num_columns], dim=-1)
-        of_prompt = self._to_slots(self._to_grid(prompt_weights) @ prompt_v)
-        attended = of_prompt + own_weights @ own_v
-
-        # 3. Back to the order of tokens.
-        attended = attended.unflatten(2, (-1, width))  # [B, K, R, W, E]
-        attended = attended.permute(0, 3, 1, 2, 4)  # [B, W, K, R, E]
-        return attended.flatten(2, 3).flatten(0, 1)
-
-    def _to_grid(self, x: Tensor) -> Tensor:
+    def to_grid(self, x: Tensor) -> Tensor:
         """Group slots by prompt: `[B, K, T, E]` -> `[P, K, G' * T, E]`."""
         grid = x.flatten(0, 1).index_select(0, self.grid)
         return grid.unflatten(0, self.grid_shape).flatten(2, 3)
 
-    def _to_slots(self, x: Tensor) -> Tensor:
-        """Undo `_to_grid`: `[P, K, G' * T, E]` -> `[B, K, T, E]`."""
+    def to_slots(self, x: Tensor) -> Tensor:
+        """Undo `to_grid`: `[P, K, G' * T, E]` -> `[B, K, T, E]`."""
         rows = x.unflatten(2, (self.grid_shape[2], -1)).flatten(0, 2)
         return rows.index_select(0, self.places).unflatten(0, (-1, self.heads))
 
@@ -326,8 +283,36 @@ class StepContext(Context):
         self.masks = masks
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        decoder = self.decoder
         mask = self.masks.get(window, self.masks[0])
-        return self.decoder.attend(layer, self.slots, self.columns, mask, q, k, v)
+        place = decoder.place_in_cache[layer]
+        num_slots, width = self.columns.shape
+        num_columns = mask.shape[-1] - decoder.prompt_width
+
+        # 1. Store the new keys and values.
+        new_kv = torch.stack([k, v], dim=1).unflatten(0, (-1, width))  # [B, W, 2, K, E]
+        decoder.own_kv[place][:, self.slots, :, self.columns] = new_kv
+        own_k, own_v = decoder.own_kv[place, :, :num_slots, :, :num_columns]
+        num_prompts = decoder.grid_shape[0]
+        prompt_k, prompt_v = decoder.prompt_kv[place, :, :num_prompts, :, : decoder.prompt_width]
+
+        # 2. Attend to the prompt and to the slot's own tokens, in one softmax.
+        q = q * q.shape[-1] ** -0.5
+        q = q.unflatten(0, (-1, width)).unflatten(2, (decoder.heads, -1))  # [B, W, K, R, E]
+        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, R * W, E]
+        prompt_scores = decoder.to_slots(scores_of(decoder.to_grid(q), prompt_k))
+        own_scores = scores_of(q, own_k)
+        scores = torch.cat([prompt_scores, own_scores], dim=-1)  # [B, K, R * W, keys]
+        scores.unflatten(2, (-1, width)).masked_fill_(mask, -torch.inf)
+        weights = scores.softmax(-1).to(v.dtype)
+        prompt_weights, own_weights = weights.split([decoder.prompt_width, num_columns], dim=-1)
+        of_prompt = decoder.to_slots(decoder.to_grid(prompt_weights) @ prompt_v)
+        attended = of_prompt + own_weights @ own_v
+
+        # 3. Back to the order of tokens.
+        attended = attended.unflatten(2, (-1, width))  # [B, K, R, W, E]
+        attended = attended.permute(0, 3, 1, 2, 4)  # [B, W, K, R, E]
+        return attended.flatten(2, 3).flatten(0, 1)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         in_slots = inputs.unflatten(0, self.columns.shape)

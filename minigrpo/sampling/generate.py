@@ -72,7 +72,6 @@ class Generation:
     max_new_tokens: int
     num_samples: int  # G
     sizes: Sizes
-    is_greedy: bool  # the most likely token is taken each time
     sampling: SamplingConfig  # its temperature, top_k, top_p and min_p count
     num_speculative_tokens: int  # tokens of drafts that are proposed per round
     dialogues: Dialogues | None  # what answers turns, or None if a completion is one turn
@@ -109,7 +108,8 @@ class Generation:
         # [V] a round ends after these tokens, even if a proposal goes on with the token after them
         ends_round = self.is_stop
         if self.stop_texts is not None:
-            ends_round = ends_round | self.stop_texts.candidates
+            # a special token may have no row in the model
+            ends_round = ends_round | self.stop_texts.candidates[: len(ends_round)]
         self.ends_round = torch.from_numpy(ends_round).to(device)
         # Stop texts and turns are for the host to find.
         is_plain = self.stop_texts is None and self.dialogues is None
@@ -132,6 +132,7 @@ class Generation:
         self.prompt_len = prompt_len.to(device)
         self.decoder.clear()
         self.tables.clear()
+        self.is_greedy = uniforms is None  # the most likely token is taken each time
         if uniforms is not None:
             numbers = torch.as_tensor(uniforms).flatten(0, 1)[:, : self.max_new_tokens]
             self.uniforms[: len(numbers), : self.max_new_tokens] = numbers.to(device)

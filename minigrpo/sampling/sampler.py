@@ -120,7 +120,6 @@ class Sampler:
                     max_new_tokens=max_new_tokens,
                     num_samples=num_samples,
                     sizes=sizes,
-                    is_greedy=uniforms is None,
                     sampling=sampling,
                     num_speculative_tokens=self.num_speculative_tokens,
                     dialogues=dialogues,

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import ConfigError, refusing
 
 Message = Mapping[str, Any]  # role, content, and whatever else the template knows
-Tool = Mapping[str, Any]  # the JSON schema of a function that the model may call
+Schema = Mapping[str, Any]  # the JSON schema of a function that the model may call
 # Templates may write today's date. It is fixed, or the same prompt would change from day to day.
 TODAY = datetime(2024, 7, 26)
 INSTRUCTIONS = ("system", "developer")  # roles that say how to answer, not what
@@ -64,7 +64,7 @@ class Chat:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Schema] = (),
         args: Mapping[str, Any] = {},
         *,
         add_generation_prompt: bool = True,
@@ -82,7 +82,7 @@ class Chat:
     def prompt(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Schema] = (),
         args: Mapping[str, Any] = {},
     ) -> str:
         """The text of a prompt. Raises ConfigError for messages that the template cannot write."""
@@ -98,7 +98,7 @@ class Chat:
     def _open(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Tool],
+        tools: Sequence[Schema],
         args: Any,
     ) -> str:
         """The text up to where the policy continues, perhaps within a message of the assistant."""
@@ -130,7 +130,7 @@ class Chat:
         self,
         messages: Sequence[Message],
         args: Mapping[str, Any],
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Schema] = (),
     ) -> None:
         contents = {"message": messages, "tool": tools, "template variable": args}
         for part, content in contents.items():

@@ -88,9 +88,12 @@ def show_help(argv: Sequence[str], prog: str) -> None:
     from ..settings import SHORT_HELP, fields_of, places
 
     if "all" in argv:
+        import tyro
+
         from ..config import Config
 
-        Config.from_cli(["--help"], prog=prog)
+        # prints the settings by their groups, and ends the process
+        tyro.cli(Config, args=["--help"], prog=prog, config=(tyro.conf.OmitArgPrefixes,))
     settings = []
     for flat_name, (group, field) in places().items():
         setting = fields_of(group)[field]

@@ -53,9 +53,9 @@ def is_destroyed(run: Run) -> bool:
 
 
 def has_risen(run: Run) -> bool:
-    """Whether the reward is a tenth higher than at first: then low entropy is what was learnt."""
+    """Whether the reward has risen by over a tenth: then low entropy is what was learnt."""
     rewards = np.array([*run.curve("reward").values()])
-    return late(rewards) > 1.1 * early(rewards)
+    return late(rewards) - early(rewards) > 0.1 * abs(early(rewards))
 
 
 RULES = (  # the gravest first

@@ -42,8 +42,8 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
         given = {"device": "cuda", **given}  # the defaults of a machine with a GPU
     config, why = settle(given)
     source = ModelSource.of(config.model.name)
-    files = config.task.data.split(",")
-    if source.size and not all(Path(file).is_file() for file in files):
+    files = [Path(name.strip()) for name in config.task.data.split(",")]
+    if source.size and not all(file.is_file() for file in files):
         prompt = 256.0  # a guess: the data of a published model is not here
     else:
         job = Job.of(resolve(config), Given())

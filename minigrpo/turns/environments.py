@@ -19,8 +19,7 @@ from ..rng import stream
 from ..runtime.calls import called, finished
 from ..task import Task
 from ..tasks.base import WrappedTask
-from ..text.chat import Message, extended
-from ..text.chat import Tool as Schema
+from ..text.chat import Message, Schema, extended
 from ..text.tokenizer import Tokenizer
 from ..types import Completion, ConfigError, Example
 from ..userfiles import failure, load_name, name_of
