@@ -16,7 +16,7 @@ import minigrpo
 @minigrpo.reward(success=True)
 def right(example: minigrpo.Example, text: str) -> float:
     """1 if the last number in the text is the true one."""
-    return float(re.findall(r"-?\d+", text)[-1:] == [example.answer])
+    return float(re.findall(r"-?\d+", text)[-1:] == [example.fields["answer"]])
 
 
 if __name__ == "__main__":
