@@ -23,7 +23,7 @@ from ..model.transformer import Transformer
 from .graphs import copy_into, copy_rows, next_size
 from .slot_states import SlotStates
 
-COLUMN_BLOCK = 256  # columns by which the used part of a cache grows if each is a graph
+COLUMN_BLOCK = 256  # with graphs, columns by which a cache grows: each number is a graph
 FEWEST_ROWS = 32  # of a graph: fewer take a GPU as long
 
 
