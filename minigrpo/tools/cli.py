@@ -35,7 +35,7 @@ Train a model with GRPO, or supervised on true answers.
 
 SETTINGS
 
-A task and a published model bring other defaults: docs/models.md.
+A published model brings other defaults: docs/models.md.
 
   # the demo of a model that ships
   START
