@@ -123,7 +123,7 @@ def measure(
         pairs += share
     greedy, sampled = map(Graded.join, zip(*pairs, strict=True))
     success = greedy.success
-    measures = {"n": Estimate(float(len(examples)))}
+    measures = {"n": Estimate(float(greedy.measures[success].known.sum()))}
 
     # 1. Means, and first those of the sampled completions, which GRPO raises.
     for name in greedy.measures:

@@ -59,7 +59,7 @@ class Completion(str):
     failed_calls: Sequence[bool] = ()  # whether each call of a tool has failed
     cut: bool = False  # whether a limit ended the dialogue after an answer
     error: str | None = None  # what its environment raised, or that it took too long
-    # rewards by environment, None where the environment does not reward the row, or after an error
+    # rewards by environment: None where it does not reward the row, NaN after an error
     rewards: Mapping[str, float | None] = {}
 
     def __new__(cls, text: str, **fields: Any) -> "Completion":
@@ -194,6 +194,12 @@ class Scores(PartlyKnown, PerPrompt):
     def applies(self) -> np.ndarray:
         """Whether the reward concerns the text, bool; a user's function says None where not."""
         return self.known | self.failed
+
+    def failing(self, broken: np.ndarray) -> "Scores":
+        """The same scores, but failed for texts of `broken`, bool, that the reward concerns."""
+        failed = self.failed | (broken & self.applies)
+        known = self.known & ~failed
+        return Scores(np.where(known, self.values, 0.0), known, failed)
 
 
 def are_equal(rewards: Tensor) -> Tensor:

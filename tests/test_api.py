@@ -72,7 +72,6 @@ def test_a_run_returns_what_it_logged(run: Any) -> None:
     assert np.allclose(run.metrics["reward"], first + 0.5 * second)  # nothing else is paid
     assert len(run.sample("3+1?", 2)) == 2
     assert run.sample("3+1?") == run.sample(ask("3+1?"))
-    assert sum(x.numel() for x in run.model.state_dict().values())
 
 
 def test_a_reward_that_dies_ends_the_run_which_can_go_on(model: str, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_jsonl(folder / "rows.jsonl", rows[:5])
     tiny.write_jsonl(folder / "held_out.jsonl", rows[5:])
     (folder / "solved.py").write_text(SOLVED)
-    run_together(work, folder)
+    assert run_together(work, folder) == [0, 0]
     return folder
 
 

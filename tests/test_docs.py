@@ -126,6 +126,7 @@ def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     section = (ROOT / "docs/models.md").read_text().split("## Defaults")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)`(.*?) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) > 9
     for name, when, cells in rows:
         given = {
             "lora_rank": int("LoRA" in when),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -498,12 +499,8 @@ def test_a_game_has_steps_of_three_or_gymnasiums_five_values(more: list[Any], ov
     assert episode.over == over
     assert episode.score() == 1.0
     assert episode.messages[-1] == {"role": "user", "content": "after b"}
-    episode.turns = ["a", "b"]
-    scorer = RewardScorer(minigrpo.Task(), environments={"Game": 1.0})
-    for error in (None, "gone"):
-        episode.error = error
-        scores = scorer.score([example], [[episode.completion()]]).scores["Game"]
-        assert scores.failed.all() == (error is not None)
+    episode.final, episode.turns = 1.0, ["a", "b"]
+    assert episode.completion().rewards == {"Game": 1.0}
     without_template = dialogues_of(world, load_tokenizer("chess"))
     assert without_template.encode(json.dumps(ask("")))  # else the game would end
 
@@ -615,7 +612,6 @@ REFUSED = {
     "a tool of one of several methods' name": ({"a": Game, "b": Library}, [search]),
     "two classes of one name": ({"a": Game, "b": type("Game", (Game,), {})}, []),
     "leaves": (sys.exit, []),
-    "makes nothing with a reset": (Mock(spec=[]), []),
     "one object cannot serve many completions": (Sized(), []),
 }
 
@@ -625,19 +621,14 @@ def test_what_makes_no_environments_or_tools_is_refused(given: str) -> None:
     refused(EnvironmentSet.of, *REFUSED[given])
 
 
-def test_methods_with_a_cache_and_of_the_class_are_tools() -> None:
+def test_methods_of_the_class_are_tools() -> None:
     class Atlas(Quiz):
         @classmethod
         def tell(cls, city: str) -> str:
             return f"{cls.__name__}: {city}"
 
-        @cache  # noqa: B019
-        def find(self, city: str) -> str:
-            return city
-
     tools = EnvironmentSet.of(Atlas).specs["Atlas"].tools_of(Atlas())
     assert result_of(tools, "tell", {"city": "Rome"}).content == "Atlas: Rome"
-    assert result_of(tools, "find", {"city": "Rome"}).content == "Rome"
 
 
 def test_completions_cannot_share_an_environment() -> None:
@@ -974,6 +965,7 @@ def test_closing_ends_what_hangs() -> None:
         dialogues.submit(sequence, [1])
     while not all(episode.error for episode in episodes):
         dialogues.replies(wait=True)
+    assert all(math.isnan(episode.final) for episode in episodes)
     dialogues.close()
     assert [environment.closed for environment in Stuck.made] == [1, 1]
 

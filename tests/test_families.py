@@ -441,7 +441,6 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "su"}},  # version 4
         {"use_sliding_window": True},
-        {"model_type": "mistral", "sliding_window": 4096},
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "fp8"}},
         {"attention_bias": True},

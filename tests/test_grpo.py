@@ -135,7 +135,16 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grpo, name, 2)
     monkeypatch.setattr(grpo, "EVAL_SIZE", 4)
     monkeypatch.setattr(grpo, "KL_COEF", 0.1)
+    rates, step = [], torch.optim.AdamW.step
+
+    def recorded(optimizer: torch.optim.AdamW) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", recorded)
     grpo.main()
+    first = grpo.LEARNING_RATE / grpo.WARMUP_STEPS
+    assert rates == pytest.approx([first, first, 2 * first, 2 * first])
 
 
 def test_it_is_read_in_one_sitting_and_takes_little_from_the_library() -> None:

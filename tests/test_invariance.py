@@ -24,6 +24,7 @@ from minigrpo.learner import Learner
 from minigrpo.model import logprobs, lora
 from minigrpo.model.packing import Packing, pack
 from minigrpo.model.transformer import Transformer, compiled_part
+from minigrpo.optimizer import learning_rate_at
 from minigrpo.runtime.distributed import DistContext
 from minigrpo.shards import whole
 from minigrpo.types import Completion, Example, RolloutBatch
@@ -128,16 +129,16 @@ def make_batch(way: Way, dtype: torch.dtype = torch.float64) -> RolloutBatch:
     completions = make_completions(5, PROMPTS, length=LENGTH, dialogue=way.dialogue)
     rng = torch.Generator().manual_seed(4)
     shape, mask = completions.completion_ids.shape, completions.completion_mask
-    near, old, reference, teacher = (
+    near, old, reference, teacher, kept = (
         (-2.5 + 0.4 * torch.randn(shape, generator=rng)).to(dtype).where(mask, torch.nan)
-        for _ in range(4)
+        for _ in range(5)
     )
     advantages = torch.randn(shape[:2], generator=rng).to(dtype)
     advantages[[1, 4]] = 0
     settings = LOSSES.get(way.loss, {})
     return RolloutBatch(
         [Example("")] * PROMPTS,
-        replace(completions, sampler_logp=near),
+        replace(completions, sampler_logp=near, log_kept_mass=0.1 * kept),
         [[Completion("")] * 4] * PROMPTS,
         advantages=None if way.loss == "nll" else advantages,
         old_logp=old if "off-policy" in settings else None,
@@ -199,7 +200,7 @@ def formula(way: Way) -> list[Tensor]:
         advantages = advantages[..., None] + coef * (batch.teacher_logp - old)
     if row := given.get("sampler_correction"):
         weights = losses.sampler_weights(
-            row, given["sampler_cap"], old, completions.sampler_logp, mask
+            row, given["sampler_cap"], old, completions.truncated_sampler_logp, mask
         )
     loss, _ = losses.policy_loss(
         logp,
@@ -244,7 +245,8 @@ def one_of_two(folder: Path, rank: int, ports: list[int]) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
     """Row -> gradient, in each of two processes."""
-    run_together(one_of_two, folder := tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    assert run_together(one_of_two, folder) == [0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -273,16 +275,15 @@ def test_in_lower_precision_the_gradient_is_close(
     assert least < float((found - exact).norm() / exact.norm()) < most
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_groups_without_variance_are_left_out_where_they_have_no_gradient(kl_coef: float) -> None:
-    """A KL has a gradient whatever the rewards."""
-    way = Way("grpo")
-    batch = make_batch(Way("grpo" if kl_coef else "maxrl"))
-    learner = make_learner(way, make_model(way), kl_coef=kl_coef)
-    expected = [0, 1, 2, 3, 4, 5] if kl_coef else [0, 2, 3, 5]
-    assert learner.prompts_with_gradient(batch) == expected
+@pytest.mark.parametrize(("loss", "entropy_coef"), [("maxrl", 0.0), ("grpo", 0.0), ("maxrl", 0.1)])
+def test_groups_that_have_no_gradient_are_left_out(loss: str, entropy_coef: float) -> None:
+    """A KL, which grpo has here, and entropy have a gradient whatever the rewards."""
+    batch = make_batch(Way(loss))
+    learner = make_learner(Way(loss), make_model(Way(loss)), entropy_coef=entropy_coef)
+    some = loss == "maxrl" and not entropy_coef
+    assert learner.prompts_with_gradient(batch) == ([0, 2, 3, 5] if some else [0, 1, 2, 3, 4, 5])
     none = replace(batch, advantages=torch.zeros_like(batch.advantages), reference_logp=None)
-    assert len(learner.prompts_with_gradient(none)) == 1
+    assert len(learner.prompts_with_gradient(none)) == (6 if entropy_coef else 1)
 
 
 def regularised(inputs: losses.LossInputs) -> Tensor:
@@ -306,23 +307,26 @@ def test_a_term_of_ones_own_keeps_its_gradient_on_groups_with_equal_rewards(weig
 
 
 def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> None:
-    """The first of them has ratio 1, so its gradient is that of a single step."""
+    """The first of them has ratio 1, so its gradient is that of a single step, clipped."""
     way = Way("maxrl")
     model = make_model(way)
-    learner = make_learner(
-        way, model, num_iterations=3, learning_rate=0.1, warmup_steps=0, grad_clip=1e9
-    )
-    steps = []
+    clip = {"clip_low": 0.1, "clip_high": 0.3, "ratio_cap": 4.0, "grad_clip": 0.01}
+    learner = make_learner(way, model, num_iterations=3, learning_rate=0.1, **clip)
+    assert learner.loss.clip == losses.Clip(0.1, 0.3, 4.0)
+    rates, steps = [], []
     step = learner.optimizer.step
 
     def recorded(*args: Any, **options: Any) -> Any:
+        rates.append(learner.optimizer.param_groups[0]["lr"])
         steps.append(trained_gradients(model))
         return step(*args, **options)
 
     learner.optimizer.step = recorded  # type: ignore[method-assign]
-    metrics = learner.learn(make_batch(way), 0)
-    assert_same(steps[0], formula(way))
-    assert len(steps) == 3
+    metrics = learner.learn(make_batch(way), 200)
+    whole_one = formula(way)
+    norm = float(torch.cat([g.flatten() for g in whole_one]).norm())
+    assert_same(steps[0], [g * 0.01 / norm for g in whole_one], tolerance=1e-5)
+    assert rates == [learning_rate_at(200, learner.config)] * 3
     assert not torch.equal(steps[1][0], steps[0][0])
     assert metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"] > 0
 

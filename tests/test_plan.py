@@ -202,16 +202,11 @@ def test_sizes_grow_with_a_card_and_fit_it(shape: ModelShape, settings: dict[str
         peak = peak_of(components_of(fitted, shape, 1000.0), num_kept)
         memory = fitted.memory
         assert peak <= available or (memory.micro_batch_size == 1 and memory.gradient_checkpointing)
-        chosen.append(
-            (
-                not memory.gradient_checkpointing,
-                memory.micro_batch_size,
-                memory.rollout_batch_size,
-            )
-        )
+        sizes = memory.micro_batch_size, memory.rollout_batch_size
+        chosen.append((not memory.gradient_checkpointing, *sizes))
         given = config.replace(micro_batch_size=3, rollout_batch_size=3)
         kept, _ = fit_to_memory(given, shape, 1000.0, available)
-        assert kept.memory.micro_batch_size == 3
+        assert kept.memory.micro_batch_size == kept.memory.rollout_batch_size == 3
     assert chosen == sorted(chosen)
     assert chosen[0][:2] == (False, 1)
     assert chosen[-1][:2] == (True, 6)

@@ -121,6 +121,9 @@ def test_weights_choose_and_scale() -> None:
     double = RewardScorer(Lengths(), weights={"length": 2.0}).score(EXAMPLES, TEXTS)
     assert np.array_equal(double.total, 2 * double.scores["length"].values)
     assert double.scores["right"].values.shape == (2, 3)  # measured, and not paid
+    ones = [reward(lambda example, text: 1.0, name=name) for name in "abc"]
+    cancelling = RewardScorer(Task(), functions=ones, weights={"a": 0.1, "b": 0.2, "c": -0.3})
+    assert not cancelling.score(EXAMPLES, TEXTS).total.any()  # although 0.1 + 0.2 - 0.3 is not 0
 
 
 def test_names_and_choices_that_cannot_be_are_refused() -> None:
@@ -156,6 +159,21 @@ def test_functions_without_a_name_have_one() -> None:
     expected = {"near": 2, "Judge": 4, "function": 5, "reward_function": 1}
     assert found.items() >= expected.items()
     refused(RewardScorer, Lengths(), functions=[reward(near), reward(near)])
+    refused(RewardScorer, Lengths(), functions=[reward(near, name="near_sampled")])
+
+
+def test_a_dialogue_that_broke_off_fails_in_every_reward_that_concerns_it() -> None:
+    length = reward(lambda example, text: len(text), name="length")
+    silent = reward(lambda example, text: None, name="silent")
+    scorer = RewardScorer(Task(), functions=[length, silent], environments={"Game": 1.0})
+    first, second, broken = group("a", "bb", "the longest")
+    first.rewards, second.rewards = {"Game": 2.0}, {"Game": 3.0}
+    broken.rewards, broken.error = {"Game": math.nan}, "gone"
+    table = scorer.score(EXAMPLES[:1], [[first, second, broken]])
+    assert table.total.tolist() == [[3, 5, 3]]
+    failed = {name: scores.failed[0].tolist() for name, scores in table.scores.items()}
+    assert failed["Game"] == failed["length"] == [False, False, True]
+    assert not any(failed["silent"])
 
 
 def test_async_functions_run_side_by_side() -> None:
@@ -342,7 +360,7 @@ def test_a_call_that_hangs_is_given_up(workers: int) -> None:
     found = score(slow, workers)[:2]
     hold.set()  # so that no thread outlives its test
     assert found == ([[4, 4, 4], [4, 4, 5]], 2)
-    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0  # nobody waits for it
+    wait_until(lambda: signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0)  # nobody waits for it
 
 
 def test_a_process_whose_reward_hangs_exits() -> None:

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch.testing import assert_close
 
 from minigrpo.advantages import advantages, shuffled
 from minigrpo.metrics import rollout_metrics
@@ -55,27 +54,27 @@ def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -
     assert found.any(-1).tolist() == [False, False, True]
 
 
-def test_the_reference_has_the_temperature_of_the_policy(tmp_path: Path) -> None:
+def test_the_reference_and_the_scorer_have_the_temperature_of_the_policy(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", temperature=0.6, kl_coef=0.1)
+    trainer.scorer.score = Mock(wraps=trainer.scorer.score)
     batch = trainer.batches.batch(0)
+    assert trainer.scorer.score.call_args.args[3] == 0.6
     repeated = Packing(pack(batch.completions, "repeated"))
     for temperature, same in ((0.6, True), (1.0, False)):
         expected, _ = trainer.reference.model(repeated, temperature)
         assert torch.allclose(batch.reference_logp, expected, rtol=1e-9, atol=1e-11) == same
 
 
-def test_the_sampler_correction_knows_that_truncation_renormalises(tmp_path: Path) -> None:
-    """A kept token was drawn with p / mass, so its weight p / (p / mass) is the kept mass."""
-    options = {"sampler_correction": "token-mask", "loss": "cispo", "top_k": 20}
-    trainer = make_trainer(tmp_path / "run", **options)
-    batch = trainer.batches.batch(0)
-    completions = batch.completions
-    mask = completions.completion_mask
-    logp, _ = trainer.learner.forward(replace(batch, packed=pack(completions)), "none")
-    weights = (logp.detach() - completions.truncated_sampler_logp).exp().clamp(max=2.0)
-    kept = completions.log_kept_mass.exp()[mask]
-    assert kept.mean() < 0.5
-    assert_close(weights[mask], kept, rtol=1e-5, atol=0, check_dtype=False)
+def test_advantages_are_those_of_the_settings_over_all_processes(tmp_path: Path) -> None:
+    options = {"loss": "rloo", "scale": "batch", "shuffle_rewards": True}
+    batches = make_trainer(tmp_path / "run", **options).batches
+    other = torch.rand(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batches.dist = Mock(wraps=batches.dist, rank=1)
+    batches.dist.on_all.side_effect = lambda own: [other, own()]
+    batch = batches.batch(0)
+    total = shuffled(torch.from_numpy(batch.rewards.total), batch.examples, seed=0, step=0)
+    expected = advantages(torch.cat([other, total]), estimator="leave_one_out", scale="batch")
+    assert torch.equal(batch.advantages, expected[5:].float())
 
 
 def test_an_update_packs_each_prompt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,7 +369,6 @@ def test_out_of_memory_changes_no_token(monkeypatch: pytest.MonkeyPatch, fails_a
 
 
 def test_under_autocast_the_low_precision_copy_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     model = Transformer(ModelShape(VOCAB, context=40, layers=attending(1), width=16, heads=2))
     generation = Mock(wraps=Generation)
     monkeypatch.setattr(sampler_module, "Generation", generation)

@@ -73,8 +73,6 @@ def test_a_teacher_with_context_reads_it_with_the_prompt(tmp_path: Path, chat: b
         {"teacher": "chat"},  # another tokenizer
         {"teacher": "self", "teacher_context": "hint"},  # no row has one
         {"teacher": "self", "loss": "nll"},
-        {"group_size": 1},
-        {"reward_weights": {"similarity": 0.0}},
     ],
 )
 def test_what_cannot_teach_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -8,21 +8,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
-from minigrpo import Config, Trainer, Transformer
+from minigrpo import Config, Transformer
 from minigrpo.config import places, read_toml
 from minigrpo.evaluate import grade
 from minigrpo.guard import Diverged
 from minigrpo.model.source import RECORD, ModelSource
 from minigrpo.run.console import Console
+from minigrpo.run.logging import read_jsonl
 from minigrpo.text.tokenizer import load_tokenizer
 from minigrpo.tools import cli
 from minigrpo.tools.models import ModelArguments, config_of, open_with_task
 from minigrpo.types import ConfigError
 
 from . import tiny
+from .steps import tiny_trainer
 from .tiny import read_json
 
 IDS = torch.arange(30)[None]
@@ -96,7 +99,7 @@ def test_an_error_is_one_printable_line_and_an_exit_code_and_a_bug_keeps_its_tra
         ["evaluate", "nowhere"],
         ["train", "--task", "gym"],
         ["train", "--task-args", "seed"],
-        ["train", "--data", "openai/gsm8k"],
+        ["train", "--model", "shipped", "--task", "math", "--data", "openai/gsm8k"],
         ["evaluate", "shipped", "--task", "nonsense"],
         ["sample", "shipped", "--prompt", "A", "--max-new-tokens", "100000"],
         ["doctor"],
@@ -135,6 +138,11 @@ def test_evaluate_has_the_numbers_of_training(finished_run: Path, tmp_path: Path
     assert measures.keys() == last.keys() - {"step"}
     for name, found in measures.items():
         assert found["value"] == pytest.approx(last[name], abs=1e-6)
+    answers = read_jsonl(finished_run / "held_out.jsonl")
+    for decoding, ending in (("greedy", ""), ("sampled", "_sampled")):
+        for name in answers[0][decoding]:
+            values = [answer[decoding][name] for answer in answers]
+            assert last[name + ending] == pytest.approx(np.mean(values), abs=1e-6)
     # without --n it takes the whole file of data
     file = questions(tmp_path / "test.jsonl", 30)
     own = ("--task", "prompts", "--reward-weights", "exact=1", "--json", out)
@@ -227,18 +235,10 @@ def test_an_export_overwrites_nothing(tiny_run: Path, tmp_path: Path, name: str)
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
-    settings = {
-        **tiny.TINY,
-        "model": str(tiny.tiny_chat_model(folder / "model")),
-        "task": "prompts",
-        "data": str(questions(folder / "data.jsonl", 40)),
-        "lora_rank": 2,
-        "loss": "nll",
-        "max_steps": 2,
-        "eval_every": 0,
-        "out_dir": str(folder / "run"),
-    }
-    Trainer(Config.of(**settings), quiet=True).fit()
+    model = str(tiny.tiny_chat_model(folder / "chat"))
+    rows = {"task": "prompts", "data": str(questions(folder / "data.jsonl", 40))}
+    short = {"lora_rank": 2, "loss": "nll", "max_steps": 2, "eval_every": 0}
+    tiny_trainer(folder / "run", model=model, **rows, **short).fit()
     return folder
 
 
@@ -252,7 +252,7 @@ def test_an_export_has_merged_adapters(adapted: Path, tmp_path: Path) -> None:
     merged = Transformer.from_pretrained(out).logits(IDS)
     assert torch.equal(merged, loaded(run).logits(IDS))
     assert torch.equal(merged, loaded(without).logits(IDS))
-    base = Transformer.from_pretrained(adapted / "model")
+    base = Transformer.from_pretrained(adapted / "chat")
     assert not torch.equal(merged, base.logits(IDS))
 
 
@@ -262,7 +262,7 @@ def test_adapters_beside_other_weights_are_refused(
 ) -> None:
     """Such as a run that went on training. A copy of the base is as good."""
     shutil.copytree(adapted, tmp_path, dirs_exist_ok=True)
-    run, base = tmp_path / "run", tmp_path / "model"
+    run, base = tmp_path / "run", tmp_path / "chat"
     record = (run / "config.toml").read_text()
     (run / "config.toml").write_text(record.replace(str(adapted), str(tmp_path)))
     if not is_saved:

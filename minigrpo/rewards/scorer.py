@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from ..advantages import neutral
 from ..errors import ConfigError, RunFailed
+from ..metrics import SAMPLED
 from ..runtime.calls import Pool
 from ..task import Task, TokenBatch
 from ..text.tokenizer import Tokenizer
@@ -84,7 +85,8 @@ class RewardScorer:
         self.success = successes[0] if successes else task.success
 
         for name in self.names:
-            if self.names.count(name) > 1 or name in RESERVED or not name.isidentifier():
+            is_taken = name in RESERVED or name.endswith(SAMPLED) or self.names.count(name) > 1
+            if is_taken or not name.isidentifier():
                 advice = "give it a word of its own as a name, @minigrpo.reward(name=...)"
                 raise ConfigError(f"reward {name}: {advice}")
         asked = {*self.weights} | ({self.success} - {EXACT, REWARD})
@@ -110,12 +112,14 @@ class RewardScorer:
             copies = copy.deepcopy((examples, texts, completions))
             return TokenBatch(*copies, temperature, self.tokenizer.decode, self.token_model)
 
-        def in_groups(answers: np.ndarray) -> Scores:
+        def in_groups(answers: Any) -> Scores:
             flat = np.ravel(answers).tolist()
             return as_scores(flat, batch.places.size).select(batch.places)
 
         # 1. Environments and the task.
-        scores = {name: self._of_environment(name, batch) for name in self.environments}
+        scores = dict[str, Scores]()
+        for name in self.environments:
+            scores[name] = in_groups([text.rewards.get(name) for text in batch.texts])
         if self.task.token_rewards:
             for name, answers in self.task.score_tokens(token_batch()).items():
                 scores[name] = in_groups(answers)
@@ -134,8 +138,12 @@ class RewardScorer:
                 advice = "return 1 for a right completion, and give the reward a weight"
                 raise RunFailed(f"reward {function.name}, the success, is {largest:g}: {advice}")
 
-        # 3. What failures cost, and the weighted sum.
-        return reward_table({name: scores[name] for name in self.names}, self.weights, shape)
+        # 3. A dialogue that broke off fails in all rewards that concern it.
+        broken = np.array([text.error is not None for text in batch.texts]).reshape(shape)
+        table = {name: scores[name].failing(broken) for name in self.names}
+
+        # 4. What failures cost, and the weighted sum.
+        return reward_table(table, self.weights, shape)
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Raise RunFailed for a reward that fails on all completions, at first or in a row."""
@@ -145,17 +153,9 @@ class RewardScorer:
             fails = has_failed and f"rewards/{name}/mean" not in metrics
             self.failing[name] = self.failing[name] + 1 if fails else 0
             if self.failing[name] >= most:
-                first = self.first_errors.get(name, "in another process")
+                first = self.first_errors.get(name, "in a dialogue or another process")
                 when = f"of {self.failing[name]} step(s) in a row"
                 raise RunFailed(f"reward {name} fails on all completions {when}; first: {first}")
-
-    def _of_environment(self, name: str, batch: TextBatch) -> Scores:
-        errors = [text.error if name in text.rewards else None for text in batch.texts]
-        for error in filter(None, errors):
-            self.first_errors.setdefault(name, error)
-        scores = as_scores([text.rewards.get(name) for text in batch.texts], len(batch.texts))
-        failed = np.array([error is not None for error in errors])
-        return replace(scores, failed=failed).select(batch.places)
 
     def _of_task(self, batch: TextBatch) -> dict[str, Scores]:
         with ThreadPoolExecutor(self.workers) as pool:
@@ -228,10 +228,11 @@ def reward_table(
     A total that is not known counts as the worst of its group, or as 0 if none there is known.
     """
     table = {name: settled(each, weights.get(name, 1.0)) for name, each in scores.items()}
-    total = np.zeros(shape)
+    addends = [weight * neutral(table[name]) for name, weight in weights.items()]
+    total = np.zeros(shape) + sum(addends)
+    total[np.abs(total) < 1e-14 * sum(map(np.abs, addends))] = 0.0  # rounding, where parts cancel
     known = np.ones(shape, dtype=bool)
-    for name, weight in weights.items():
-        total += weight * neutral(table[name])
+    for name in weights:
         # nobody knows what a reward would have given where it failed throughout
         known &= table[name].known | ~table[name].failed
     worst = np.where(known, total, np.inf).min(axis=1, keepdims=True)

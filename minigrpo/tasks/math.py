@@ -177,5 +177,5 @@ def same_formula(truth: str, answer: str) -> bool:
         return bool(workers.call((truth, answer), PATIENCE_S))
     except RunFailed:  # a user's file has changed
         raise
-    except (RuntimeError, EOFError, OSError):  # a formula is unreadable, or the process ended
+    except (RuntimeError, EOFError, TimeoutError, ConnectionError):  # unreadable, or it ended
         return False

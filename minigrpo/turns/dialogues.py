@@ -1,6 +1,7 @@
 """Dialogues: completions of several turns, with answers as the chat template writes them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -72,9 +73,9 @@ class Dialogues:
             if episode.spec.has_reward and not episode.error:
                 self.pool.submit(episode, episode.score, episode.spec.timeout_s)
         for episode, reward, error in self.pool.all():
+            episode.final = reward
             if error:
                 self._fail(episode, error)
-            episode.final = reward
         for episode in self.episodes:
             for result in episode.results:
                 if result.error:
@@ -104,6 +105,7 @@ class Dialogues:
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
         episode.error = failure(error)
+        episode.final = math.nan
         advice = "such a dialogue counts as the worst of its group"
         self._warn_once("error", f"environment: {episode.error}; {advice}")
 
