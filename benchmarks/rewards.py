@@ -27,7 +27,7 @@ GROUP = 8
 COLUMNS: tuple[Column, ...] = (
     ("completions", "completions", "{}"),
     ("one text at a time", "plain", "{:,.1f}"),
-    ("distinct texts, in batches", "scorer", "{:,.1f}"),
+    ("distinct texts once", "scorer", "{:,.1f}"),
     ("speedup", "speedup", "{:.1f}"),
 )
 

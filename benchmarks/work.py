@@ -298,7 +298,7 @@ class Step:
 
 
 def peak_of(step: Any, device: torch.device, before: int) -> float:
-    """MiB at most in a step's second run, with what has been allocated since `before`."""
+    """MiB at most in a step's second run; on CUDA with all that is allocated since `before`."""
     step.step(0)
     resident = allocated(device) - before
     # not in a timed step: measuring the peak returns freed memory, which takes time

@@ -15,8 +15,8 @@ import minigrpo
 
 @minigrpo.reward(success=True)
 def right(example: minigrpo.Example, text: str) -> float:
-    """1 if the last number in the text is the true one."""
-    return float(re.findall(r"-?\d+", text)[-1:] == [example.fields["answer"]])
+    """1 if the last number in the text is the true one; 0.27 and 1/27 are numbers too."""
+    return float(re.findall(r"-?\d+(?:[./]\d+)*", text)[-1:] == [example.fields["answer"]])
 
 
 if __name__ == "__main__":

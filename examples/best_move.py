@@ -45,7 +45,8 @@ class BestMove(Rows):
         best: The move after B: is the true best move.
         moves: The number of true moves that are listed, divided by the length of the longer list.
         evals: The sum of 1 / (1 + error in pawns) over those moves, divided by the same length.
-        legal: The fraction of legal, distinct moves among all written ones.
+        legal: The fraction of legal, distinct moves among all written ones; a best move that is
+            missing counts as an illegal one.
         format: The text has the form above, with as many evaluations as moves.
     """
 
@@ -117,5 +118,8 @@ def clipped(evaluation: str) -> float:
 def parse_line(line: str) -> Row:
     """The row of a line. The completion begins with the space before `M:`, as its token does."""
     prompt = line.partition(" M:")[0]
+    answer = line.removeprefix(prompt)
+    if not Advice.read(answer).is_whole(answer):
+        raise ValueError(f"not of the form P: .. M: .. E: .. B: .., in UCI and pawns: {line:.100}")
     question = position_key(prompt.removeprefix(PROMPT))
-    return Row(question, Example(prompt, line.removeprefix(prompt)))
+    return Row(question, Example(prompt, answer))

@@ -22,7 +22,7 @@ ROWS = [
 @minigrpo.reward(success=True)
 def solved(example: minigrpo.Example, text: str) -> float:
     """1 if the last number in the text is the true one."""
-    numbers = re.findall(r"-?\d+", text)
+    numbers = re.findall(r"-?\d+(?:[./]\d+)*", text)  # 0.27 and 1/27 are no 27
     truth = str(example.fields["solution"])
     return float(numbers[-1:] == [truth])
 

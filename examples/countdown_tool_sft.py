@@ -14,7 +14,10 @@ HIT_PROBABILITY = 1 / 3  # probability that the last call of a dialogue hits the
 
 
 class RandomCalls(CountdownTool):
-    """Dialogues of random calls. The answer is the call that hit the target, else a next call."""
+    """Dialogues of random calls.
+
+    The answer is the call that hit the target, or the last one of MAX_CALLS, or else a next call.
+    """
 
     def train(self, number: int) -> Example:
         example = super().train(number)

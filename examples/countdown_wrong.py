@@ -1,4 +1,4 @@
-"""countdown_tool.py with a calculator whose results are too large by one: does a model use them?
+"""countdown_tool.py with a calculator that adds one to each whole result from 0 up: is it used?
 
     minigrpo evaluate runs/tool-0 --task examples/countdown_wrong.py
 

@@ -10,6 +10,7 @@ right. Each form has two wordings that training never has: `new wording` in the 
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -157,8 +158,8 @@ class Extraction(Generated):
 
 def json_of(text: str) -> str:
     """What may be JSON in an answer: the text of its block, if it has one."""
-    _, fenced, rest = text.partition("```json")
-    return rest.partition("```")[0] if fenced else text
+    block = re.search(r"(?is)```(?:json)?(.*?)(?:```|$)", text)
+    return block[1] if block else text
 
 
 def has_form(block: str, schema: type[Fields]) -> bool:

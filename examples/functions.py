@@ -5,8 +5,8 @@
 A question asks for a function by a sentence, with two of its tests. The reward is by all six tests:
 1 if all pass, and half of the fraction that pass. Each kind has a number or a letter in its
 sentence that is drawn, and every fourth kind is held out: `hidden` in the evaluations stands for
-kinds that training never has, `seen` for new numbers and inputs of the others. No kind is one of
-HumanEval's functions.
+kinds that training never has, `seen` for other inputs, and in part other numbers, of the others. No
+kind is one of HumanEval's functions.
 """
 
 import tomllib

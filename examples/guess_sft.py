@@ -2,7 +2,7 @@
 
 The control of GRPO in docs/results.md continues with such data:
 
-    minigrpo train --config guess --task examples/guess_sft.py --loss nll
+    minigrpo train --config guess --task examples/guess_sft.py --loss nll --kl-coef 0
 """
 
 from dataclasses import replace

@@ -13,7 +13,7 @@ import ast
 import gzip
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import files
 
@@ -30,7 +30,9 @@ BEGIN = (
     "Below is a Python script with a self-contained function that solves the problem and passes "
     "corresponding tests:\n```python\n"
 )
-DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+CONSTANTS = (ast.Assign, ast.AnnAssign)
 # a function that a base model has written is followed by one of these
 AFTER = re.compile(r"\n(?=class |def |#|@|if |print|```)")
 
@@ -75,21 +77,33 @@ class HumanEval(Rows):
 def definitions(code: str) -> str:
     """The imports, functions, classes and constants of a script, without examples of their use.
 
-    A script that was cut off ends where it can last be parsed.
+    A script that was cut off, or is nested too deeply, ends where it can last be parsed.
     """
     lines = code.splitlines()
     while lines:
-        with suppress(SyntaxError):
-            body = ast.parse("\n".join(lines)).body
-            calls = [any(isinstance(part, ast.Call) for part in ast.walk(node)) for node in body]
-            kept = [
-                node
-                for node, has_call in zip(body, calls, strict=True)
-                if isinstance(node, DEFINITIONS) or (isinstance(node, ast.Assign) and not has_call)
-            ]
-            return ast.unparse(ast.Module(kept, []))
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            return ast.unparse(ast.Module(needed(ast.parse("\n".join(lines)).body), []))
         lines.pop()
     return ""
+
+
+def needed(body: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """The statements of a script that its functions may need."""
+    kept = []
+    results = {"input"}  # the script's own functions and classes, and what is made of them
+    for node in body:
+        names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+        if isinstance(node, DEFINITIONS):
+            results.add(node.name)
+            kept.append(node)
+        elif isinstance(node, IMPORTS):
+            kept.append(node)
+        elif isinstance(node, CONSTANTS):
+            if isinstance(node.value, ast.Lambda) or not results & {name.id for name in names}:
+                kept.append(node)
+            else:
+                results |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return kept
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
     minigrpo train --config mbpp-2xv100 --data mbpp.jsonl
 
+All tests are in the prompt, so a program that only looks up their answers is paid too: read some.
+
 The lines have the full or the sanitized form. The prompt is from the paper (arXiv 2108.07732), and
 the code is the first block of Python in a completion:
 

@@ -7,6 +7,8 @@ have sampled it. Where a model answers a question as it did an epoch ago, `rollo
 In our sums it costs more than it saves (docs/results.md), although a fifth of the answers repeat by
 the third epoch. The metric `rewards/repeats/mean` is the share of completions that are the proposed
 answer. Reward functions find the true answer in `example.fields`: `example.answer` is the proposal.
+Which answer of a group is proposed depends on the threads that score, and a resume begins with
+none: so `rewards/repeats/mean` is not the same in two runs, and bits may differ.
 """
 
 from collections.abc import Mapping

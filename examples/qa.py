@@ -42,9 +42,10 @@ def parse_qa(record: Record) -> Row:
 
     The context is a text, or the paragraphs of HotpotQA.
     """
-    answers = next(record[key] for key in ANSWERS if key in record)
+    answers = next((record[key] for key in ANSWERS if key in record), "")
     if not isinstance(answers, list):
         answers = [answers]
+    answers = [*map(str, answers)]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
     row = parse_pair({**record, "answer": answers[0]})

@@ -8,9 +8,10 @@ r"""Reward functions of your own, added to those of a task.
         --reward-weights exact=1,close=0.5,brevity=0.1
 
 The first command trains on true answers, the second one with these rewards. `example.prompt` is the
-question, `example.answer` is the truth, and `text` is the completion. A function that raises, takes
-too long or does not return a finite number does not stop the run: the completion gets the worst
-reward of its group, and the metrics count the failure.
+question, `example.answer` is the truth, and `text` is the completion. If a function raises, takes
+too long or does not return a finite number, the completion gets the worst reward of its group, and
+the metrics count the failure. A function that fails on all completions of the first step, or of
+three steps in a row, ends the run.
 """
 
 from minigrpo import reward

@@ -61,8 +61,9 @@ Think between <think> and </think>, then write the solution between <solution> a
 class RLT(SourceTask):
     """Scores explanations by what a student makes of them.
 
-    Two rewards are metrics: `solved` is 1 if the student's greedy decoding writes the solution, and
-    `unaided` is the same without an explanation.
+    Two rewards are metrics: `solved` is 1 if the student gives every token of the solution more
+    than half of the probability, at the teacher's temperature, and `unaided` is the same without an
+    explanation.
     """
 
     reward_weights: Mapping[str, float] = {

@@ -36,6 +36,7 @@ OTHERS = {
     "nproc-per-node",
     "nnodes",
     "node-rank",
+    "mem",
     "master-addr",
     "max-restarts",
 }
