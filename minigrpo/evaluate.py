@@ -18,6 +18,7 @@ from .statistics import Estimate, estimate, passes
 from .statistics import calibration as calibration
 from .statistics import pass_at_k as pass_at_k
 from .task import Task
+from .tasks.rows import parse_any, plain
 from .text.chat import Message
 from .types import Completion, Example
 
@@ -60,12 +61,9 @@ def complete_prompt(
     raw: bool,
 ) -> Sequence[Completion]:
     """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message."""
-    if not isinstance(prompt, str):
-        example = Example("", messages=tuple(prompt))
-    elif sampler.tokenizer.chat and not raw:
-        example = Example(prompt, messages=({"role": "user", "content": prompt},))
-    else:
-        example = Example(prompt)
+    if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
+        prompt = [{"role": "user", "content": prompt}]
+    example = parse_any(plain({"prompt": prompt})).example
     return complete_examples(sampler, [example], n, sampler.config.sampling).texts[0]
 
 
@@ -74,10 +72,11 @@ def grade(
     scorer: RewardScorer,
     examples: Sequence[Example],
     n: int = 0,
+    sampling: SamplingConfig = PLAIN,
 ) -> Graded:
     """Complete examples as `complete_examples` does, and score the texts."""
-    sampled = complete_examples(sampler, examples, n)
-    rewards = scorer.score(examples, sampled.texts, sampled.completions)
+    sampled = complete_examples(sampler, examples, n, sampling)
+    rewards = scorer.score(examples, sampled.texts, sampled.completions, sampling.temperature)
     return Graded(examples, sampled.texts, rewards, scorer.success)
 
 
@@ -123,7 +122,7 @@ def measure(
         pairs += share
     greedy, sampled = map(Graded.join, zip(*pairs, strict=True))
     success = greedy.success
-    measures = {"n": Estimate(float(greedy.measures[success].known.sum()))}
+    measures = {"n": Estimate(sampled.measures[success].known_values.size)}
 
     # 1. Means, and first those of the sampled completions, which GRPO raises.
     for name in greedy.measures:

@@ -8,6 +8,7 @@ import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ from minigrpo.model.source import ModelSource
 from minigrpo.model.transformer import ModelShape
 from minigrpo.run.console import Console
 from minigrpo.run.logging import read_jsonl, read_run
+from minigrpo.tasks.base import WrappedTask
 from minigrpo.tasks.chess_env import ChessEnv
 from minigrpo.text.encoding import encode_prompt
 from minigrpo.tools.cli import main
 from minigrpo.tools.doctor import HEADLINES, diagnose
 from minigrpo.tools.models import ModelArguments, config_of
-from minigrpo.types import REWARD, Example
+from minigrpo.types import EXACT, REWARD, Example
 
 from . import tiny
 from .steps import attending
@@ -72,6 +74,7 @@ def test_a_run_returns_what_it_logged(run: Any) -> None:
     assert np.allclose(run.metrics["reward"], first + 0.5 * second)  # nothing else is paid
     assert len(run.sample("3+1?", 2)) == 2
     assert run.sample("3+1?") == run.sample(ask("3+1?"))
+    assert run.sample("3+1?") == run.sample(ask([{"type": "text", "text": "3+1?"}]))
 
 
 def test_a_reward_that_dies_ends_the_run_which_can_go_on(model: str, tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_pat
 
 
 def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
+    assert WrappedTask(Mock(success=EXACT, held_out=Example)).success == REWARD
     found = read_run(run.folder)
     assert found.success == headline(found.evaluations[-1]) == REWARD
     assert math.isinf(found.headlines[-1].low)

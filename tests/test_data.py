@@ -266,7 +266,7 @@ def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
         # without messages
         ({"prompt": "2+2?", "completion": "b"}, [], "b"),
         ({"question": "2+2?", "answer": "b", "solution": "c"}, [], "b"),
-        ({"problem": "2+2?", "solution": ""}, [], ""),
+        ({"problem": "2+2?", "answer": "", "solution": "c"}, [], "c"),
         ({"prompt": None, "question": "2+2?", "answer": None, "solution": "c"}, [], "c"),
         ({"prompt": "2+2?", "answer": math.nan, "solution": 0.5}, [], "0.5"),  # none in pandas
     ],
@@ -403,7 +403,7 @@ def test_prompts_are_scored_by_equality_and_similarity(tmp_path: Path) -> None:
 
 def test_answers_of_chats_are_not_proposed(tmp_path: Path) -> None:
     plain_rows = [write(tmp_path / "a.jsonl", SUMS)]
-    chats = [{"messages": ask(row["prompt"]), "answer": ""} for row in SUMS]
+    chats = [{"messages": ask(row["prompt"]), "answer": "4"} for row in SUMS]
     assert Prompts(0, plain_rows).speculate
     assert not Prompts(0, plain_rows, chat=True).speculate
     assert not Prompts(0, [write(tmp_path / "b.jsonl", chats)]).speculate

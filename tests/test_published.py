@@ -114,7 +114,7 @@ def test_reasoning_gym_asks_and_decides() -> None:
 
 @pytest.mark.parametrize(
     ("extract", "cut"),
-    [("tag", " 8 "), ("last-number", "1234.5"), ("line", "so 1,234.5."), ("all", TEXT)],
+    [("tag", "8"), ("last-number", "1234.5"), ("line", "so 1,234.5."), ("all", TEXT)],
 )
 def test_an_answer_of_reasoning_gym_is_cut_out(extract: str, cut: str) -> None:
     assert gym(extract=extract).cut_answer(f"{TEXT}\n") == cut

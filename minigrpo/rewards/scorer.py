@@ -209,7 +209,7 @@ def settled(scores: Scores, weight: float) -> Scores:
     and an evaluation does not leave it out. The worst is the largest value if the weight is
     negative. A failure stays without a value if the batch has none.
     """
-    sign = 1.0 if weight >= 0 else -1.0
+    sign = np.copysign(1.0, weight)
     answers = np.where(scores.known, sign * scores.values, np.inf)
     worst_of_group = answers.min(axis=1, keepdims=True)
     worst = np.where(np.isinf(worst_of_group), answers.min(), worst_of_group)
@@ -228,11 +228,10 @@ def reward_table(
     A total that is not known counts as the worst of its group, or as 0 if none there is known.
     """
     table = {name: settled(each, weights.get(name, 1.0)) for name, each in scores.items()}
-    addends = [weight * neutral(table[name]) for name, weight in weights.items()]
-    total = np.zeros(shape) + sum(addends)
-    total[np.abs(total) < 1e-14 * sum(map(np.abs, addends))] = 0.0  # rounding, where parts cancel
+    total = np.zeros(shape)
     known = np.ones(shape, dtype=bool)
-    for name in weights:
+    for name, weight in weights.items():
+        total += weight * neutral(table[name])
         # nobody knows what a reward would have given where it failed throughout
         known &= table[name].known | ~table[name].failed
     worst = np.where(known, total, np.inf).min(axis=1, keepdims=True)

@@ -205,7 +205,7 @@ class Run:
     def headlines(self) -> list[Estimate]:
         """The headline of each evaluation, sampled. A fraction has Wilson's interval."""
         name = self.success + SAMPLED
-        evaluations = [record for record in self.evaluations if name in record and record["n"]]
+        evaluations = [record for record in self.evaluations if name in record]
         if self.success == REWARD:
             return [Estimate(record[name]) for record in evaluations]
         return [wilson(record[name], record["n"]) for record in evaluations]

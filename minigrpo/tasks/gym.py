@@ -21,18 +21,12 @@ from .prompts import REQUEST, tagged_answer
 from .rows import Record, Row
 
 BRIEF = "Give only the answer."
-NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
-
-
-def last_number(text: str) -> str:
-    numbers = NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else ""
-
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")  # 1,234.5 is one, and 2,3 are two
 
 # extract -> (request after the question, function that cuts the answer from a text)
 EXTRACTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
-    "tag": (REQUEST, lambda text: tagged_answer(text, "")),
-    "last-number": (BRIEF, last_number),
+    "tag": (REQUEST, lambda text: tagged_answer(text, "").strip()),
+    "last-number": (BRIEF, lambda text: "".join(NUMBER.findall(text)[-1:]).replace(",", "")),
     "line": (BRIEF, lambda text: text.strip().rpartition("\n")[2]),
     "all": (BRIEF, str.strip),
 }

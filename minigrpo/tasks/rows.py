@@ -115,8 +115,9 @@ def whole_question(
 def text_field(record: Record, keys: Iterable[str], default: str | None = None) -> str:
     """The text or number under the first of the keys that has one."""
     for key in keys:
-        if isinstance(record.get(key), str | Number):
-            return str(record[key])
+        value = record.get(key)
+        if isinstance(value, str | Number) and value != "":
+            return str(value)
     if default is None:
         raise ValueError(f"needs a text or a number under {' or '.join(keys)}")
     return default
@@ -143,7 +144,7 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     tools = record.get("tools")
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         tools = json.loads(tools)
-    tools = list(tools) if is_chat(tools) else None  # a column may have another meaning
+    tools = list(tools) if tools and is_chat(tools) else None  # a column may have another meaning
     asked = messages[:-1] if ends_in_answer(messages) else messages
     question = whole_question(text, asked, tools, record.get("chat_template_kwargs"))
     kind = text_field(record, ["kind"], "")

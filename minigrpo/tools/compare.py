@@ -38,10 +38,12 @@ def runs_by_setting(runs: Sequence[Run], pool: bool) -> Mapping[str, Runs]:
 def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     """Each measure that both settings have, tested on the held-out examples that they share.
 
-    Runs of equal seeds are pairs. If there are none, runs are paired in their order.
+    Runs of equal seeds are pairs. If some have no partner, runs are paired in their order.
     """
     pairs = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
-    pairs = pairs or list(zip(first, second, strict=False))
+    most = min(len(first), len(second))
+    if len(pairs) < most:
+        pairs = list(zip(first, second, strict=False))
     answers = [(last_answers(one), last_answers(other)) for one, other in pairs]
     tests = {}
     for measure in dict.fromkeys(measure for one, _ in answers for measure in one):

@@ -102,7 +102,7 @@ class EvaluateArguments(ModelArguments):
 
 def evaluate_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = EvaluateArguments.parse(argv, prog)
-    config = config_of(arguments, given | {"eval_size": arguments.n})
+    config = config_of(arguments, {"eval_size": arguments.n} | given)
     console = Console()
     record = ModelSource.of(config.model.name).record
     if arguments.data and record and arguments.data == record.settings.task.data:
@@ -164,7 +164,7 @@ def show_question(config: Config, n: int, console: Console) -> None:
     sampler, scorer = open_with_task(config, console)
     example = scorer.task.held_out(0)
     console.say(f"prompt\n{printable(prompt_text(sampler.tokenizer, example))}")
-    graded = grade(sampler, scorer, [example], n)
+    graded = grade(sampler, scorer, [example], n, config.sampling)
     rewards = graded.rewards
     for number, text in enumerate(graded.texts[0]):
         earned = [f"{name} {x.values[0, number]:.4g}" for name, x in rewards.scores.items()]

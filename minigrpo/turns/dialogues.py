@@ -70,6 +70,7 @@ class Dialogues:
         for episode, ids, length in zip(self.episodes, rows, lengths, strict=True):
             if length > episode.num_tokens:  # cut off within a turn
                 episode.take_turn(ids[:length], self.tokenizer)
+                episode.cut = True
             if episode.spec.has_reward and not episode.error:
                 self.pool.submit(episode, episode.score, episode.spec.timeout_s)
         for episode, reward, error in self.pool.all():
