@@ -9,6 +9,7 @@ from typing import Any
 from .config import read_toml, settle
 from .errors import ConfigError
 from .evaluate import complete_prompt
+from .model.lora import merge_adapters
 from .model.shape import Size
 from .model.transformer import Transformer
 from .run.logging import EVALUATIONS, METRICS, read_jsonl
@@ -67,12 +68,16 @@ def train(
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
     checked, why = settle({**of_file, **settings, **names}, size)
+    if isinstance(model, Transformer) and checked.model.lora_rank == 0:
+        merge_adapters(model)  # all weights are trained
     # 2. All else are objects.
     objects = {name: x for name, x in given.items() if name not in names}
     dist = joined_processes()
     trainer = Trainer(checked, dist=dist, quiet=quiet, callbacks=callbacks, **objects)
     if why:
         trainer.console.say(why)
+    if size and checked.model.lora_rank:
+        trainer.console.warn("commands cannot load adapters of an object: save it, give its folder")
     summary = trainer.fit()
     if summary["exit_reason"] in REASONS[1:]:  # the rest of the script must not go on
         raise KeyboardInterrupt(f"{summary['exit_reason']}: saved in {trainer.run_dir.path}")
@@ -110,7 +115,10 @@ class TrainedRun:
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}
 
     def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> Sequence[str]:
-        """n completions with the run's settings. A text is a user's message if its prompts are."""
+        """n completions with the run's settings, the same at each call.
+
+        A text is a user's message if the run's prompts are.
+        """
         sampler = self.trainer.sampler
         raw = not messages_of(sampler.tokenizer, self.trainer.job.task.held_out(0))
         return complete_prompt(sampler, prompt, n, raw=raw)

@@ -134,7 +134,8 @@ def fit_to_device(
     if device.type != "cuda":
         return job.config, NUM_KINDS
     prompt = mean_prompt(job.tokenizer, job.task)
-    available = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = torch.cuda.mem_get_info(device)[0] + reusable
     processes = parallel.dist.world_size
     fitted, num_kept = fit_to_memory(job.config, shape, prompt, available, processes)
     console.say(f"batch sizes for {available / 2**30:.1f} GiB: {sizes_of(fitted)}")

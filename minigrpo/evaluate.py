@@ -63,7 +63,8 @@ def complete_prompt(
     """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message."""
     if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
         prompt = [{"role": "user", "content": prompt}]
-    example = parse_any(plain({"prompt": prompt})).example
+    row = plain({"prompt": prompt})
+    example = parse_any(row).example
     return complete_examples(sampler, [example], n, sampler.config.sampling).texts[0]
 
 

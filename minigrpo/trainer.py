@@ -42,6 +42,7 @@ class Trainer:
     """A run, built from its config. Bad input is found here, before `fit` starts to work.
 
     Args:
+        dist: `DistContext.from_env()` in a script that torchrun starts.
         callbacks: called by the main process after each step.
         objects: in place of names and files: see `Given.of`.
     """

@@ -55,6 +55,9 @@ def load_file(path: str | Path) -> ModuleType:
         raise ConfigError(f"{path}: is not a Python file, FILE.py")
     for module in [*sys.modules.values()]:  # another file may have imported it
         if getattr(module, "__file__", None) == str(file):
+            now = sha256_of(file)
+            if _read.get(str(file), now) != now:
+                raise ConfigError(f"{path}: has changed since this process read it: start anew")
             return module
     folder = str(file.parent)
     if folder not in sys.path:

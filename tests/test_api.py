@@ -123,7 +123,8 @@ def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_pat
 
 
 def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
-    assert WrappedTask(Mock(success=EXACT, held_out=Example)).success == REWARD
+    task = Mock(success=EXACT, held_out=Example, reward_weights={})
+    assert WrappedTask(task).success == REWARD
     found = read_run(run.folder)
     assert found.success == headline(found.evaluations[-1]) == REWARD
     assert math.isinf(found.headlines[-1].low)
@@ -152,6 +153,7 @@ def test_a_resume_needs_the_objects_and_is_bit_equal(run: Any, model: str, tmp_p
 
 def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: Path) -> None:
     model = minigrpo.Transformer.from_pretrained(tiny.tiny_chess_model(tmp_path / "model"))
+    lora.add_adapters(model, rank=2)  # without --lora-rank, all weights are trained
     seen = []
     given = {**SIZES, "model": model, "reward_weights": {"similarity": 1.0}}
     for name, task in {"class": ChessEnv, "object": ChessEnv(0)}.items():
@@ -165,6 +167,7 @@ def test_tasks_and_models_may_be_objects_and_callbacks_see_each_step(tmp_path: P
         assert seen == [1, 2, 3, 4]
     refused(minigrpo.train, task=task, callbacks=[object()], **given)
     assert run.model is model
+    assert not lora.adapters(model)
     assert "python:ChessEnv" in (run.folder / "config.toml").read_text()
     # the model is no longer that of the start
     refused(minigrpo.train, task=task, out_dir=run.folder, resume="auto", **given)

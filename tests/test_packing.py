@@ -1,14 +1,11 @@
 """Packings: both give the log-probs of the plain forward, and the tree runs each prefix once."""
 
 import doctest
-import itertools
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -126,50 +123,6 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(tree.targets) == len(predicted)
     every = sum(len(text) - 2 for text in texts)
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
-
-
-def varlen(q: Tensor, k: Tensor, v: Tensor, *rows: Any, window_size: Any, **_: Any) -> Tensor:
-    """What torch's varlen_attn documents, row by row."""
-    query_starts, key_starts, *longest = rows
-    before, after = window_size
-    attended = []
-    bounds = zip(query_starts.tolist(), key_starts.tolist(), strict=True)
-    for (q0, k0), (q1, k1) in itertools.pairwise(bounds):
-        assert q1 - q0 <= longest[0]
-        assert k1 - k0 <= longest[1]
-        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
-        keys = torch.arange(k1 - k0)
-        seen = (keys <= last + after) & ((keys >= last - before) | (before < 0))
-        repeats = q.shape[1] // k.shape[1]
-        key_rows, value_rows = (
-            x[k0:k1].transpose(0, 1).repeat_interleave(repeats, dim=0) for x in (k, v)
-        )
-        queries = q[q0:q1].transpose(0, 1)
-        made = F.scaled_dot_product_attention(queries, key_rows, value_rows, attn_mask=seen)
-        attended.append(made.transpose(0, 1))
-    return torch.cat(attended)
-
-
-@pytest.mark.parametrize("name", ["prefix-tree", "repeated"])
-@pytest.mark.parametrize("window", [0, 1, 5])
-def test_rows_of_any_length_have_the_attention_of_padded_ones(name: str, window: int) -> None:
-    for seed in range(10):
-        packing = Packing(pack(make_completions(seed, prompts=3), name))
-        draw = torch.Generator().manual_seed(seed)
-        q, k, v = (
-            torch.randn(len(packing.ids), heads, 8, generator=draw, dtype=torch.float64)
-            for heads in (4, 2, 2)
-        )
-        for x in (q, k, v):
-            x.requires_grad_()
-        slopes = torch.randn(q.shape, generator=draw, dtype=torch.float64)
-        padded = packing.padded_rows.attend(q, k, v, window)
-        found = packing.varying_rows.attend(q, k, v, window, varlen)
-        assert_close(found, padded, rtol=0, atol=1e-12)
-        expected, gradients = (
-            torch.autograd.grad((x * slopes).sum(), (q, k, v)) for x in (padded, found)
-        )
-        assert_close(gradients, expected, rtol=0, atol=1e-12)
 
 
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:

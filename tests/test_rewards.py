@@ -24,7 +24,7 @@ from minigrpo.metrics import Graded
 from minigrpo.rewards.functions import RewardFunction, as_scores, load_rewards, reward, similarity
 from minigrpo.rewards.scorer import RewardScorer, settled
 from minigrpo.run.logging import read_jsonl
-from minigrpo.runtime.calls import STOP_SIGNALS
+from minigrpo.runtime.calls import STOP_SIGNALS, Pool, event_loop
 from minigrpo.task import Task, TokenBatch
 from minigrpo.tasks.loading import load_task
 from minigrpo.text.encoding import to_completions
@@ -188,6 +188,31 @@ def test_async_functions_run_side_by_side() -> None:
     assert (values, failures) == ([[4, 4, 4], [4, 4, 5]], 2)
 
 
+def test_the_first_calls_of_many_threads_share_a_loop() -> None:
+    event_loop.cache_clear()
+    loops = set()
+
+    @reward
+    async def noted(example: Example, text: str) -> float:
+        loops.add(asyncio.get_running_loop())
+        return 0.0
+
+    texts = group(*map(str, range(64)))
+    RewardScorer(Task(), functions=[noted]).score(EXAMPLES[:1], [texts])
+    assert len(loops) == 1
+
+
+def test_calls_that_have_not_begun_end_with_their_pool() -> None:
+    hold = threading.Event()
+    pool = Pool(1)
+    for number in range(3):
+        pool.submit(number, hold.wait, 60)
+    wait_until(lambda: pool.deadlines)
+    pool.close()
+    hold.set()
+    assert [outcome.key for outcome in pool.all()] == [0]
+
+
 def test_a_file_gives_its_decorated_functions(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("""
@@ -311,6 +336,18 @@ def test_a_failure_with_nothing_to_compare_it_with_is_the_worst_of_its_group() -
     table = RewardScorer(Task(), functions=[mine, length]).score(EXAMPLES, TEXTS)
     assert table.total.tolist() == [[-4, -4, -4], [-5, -4, -5]]
     assert table.total_known.tolist() == [[True, False, True], [False, True, True]]
+
+
+def test_a_group_in_which_a_reward_always_fails_teaches_nothing() -> None:
+    @reward
+    def mine(example: Example, text: str) -> float:
+        return math.nan if example.answer == "2" else 1.0
+
+    length = reward(lambda example, text: len(text), name="length")
+    down = reward(lambda example, text: math.nan, name="down", weight=0.0)  # and costs nothing
+    table = RewardScorer(Task(), functions=[mine, length, down]).score(EXAMPLES, TEXTS)
+    assert table.total.tolist() == [[4, 4, 4], [4, 5, 6]]
+    assert table.total_known.all()
 
 
 @pytest.mark.parametrize("kind", ["batched", "grouped"])

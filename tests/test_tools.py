@@ -183,6 +183,9 @@ def test_without_a_prompt_a_question_is_shown_with_what_its_answers_earn(
     graded = grade(sampler, scorer, [example], 2)
     earned = [f"{total:.4g}" for total in graded.rewards.total[0]]
     assert all(text in printed for text in [example.prompt, *graded.texts[0], *earned])
+    assert call("sample", finished_run, "--n", 2, "--temperature", 0.001) == 0
+    (greedy,) = grade(sampler, scorer, [example]).texts[0]
+    assert capsys.readouterr().out.count(greedy) == 2
 
 
 def test_an_export_of_a_run_is_a_model_like_any_other(tiny_run: Path, tmp_path: Path) -> None:

@@ -102,6 +102,10 @@ def test_a_file_is_run_once_whatever_it_is_asked_for(whole: Path) -> None:
     assert task.train(4).index == 4
     assert environments.tools["twice"].call({"number": "4"}) == 13
     assert (whole.parent / "runs.txt").read_text() == "run\n"
+    text = whole.read_text()
+    whole.write_text(f"{text}\n")
+    refused(load_file, whole)  # this process has it as it was
+    whole.write_text(text)
 
 
 def test_what_is_no_file_or_name_is_refused(whole: Path) -> None:

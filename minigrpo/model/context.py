@@ -6,17 +6,13 @@ the trees of a training step, and decoder.py the slots of a rollout.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .delta import Needs
-from .logprobs import at_least_fp32
 
 # A recurrence along rows: (the states [C, ..] before them, or None at the start of texts; inputs
 # [C, T, F]; which results are needed) -> (outputs [C, T, ..], the states after them). Inputs of
@@ -165,51 +161,3 @@ def make_mask(
     unseen = (age < 0) | (age >= (window or torch.inf))
     mask = unseen.to(dtype).masked_fill_(unseen, -torch.inf)
     return mask[..., :num_keys]
-
-
-@dataclass(frozen=True)
-class VaryingRows:
-    """C rows of any length for FlashAttention (Dao, arXiv 2307.08691), without padding or masks."""
-
-    query_starts: Tensor  # [C + 1] int32, where each row begins among the packed tokens
-    keys: Tensor  # [L] places of the packed tokens that each row attends to, row after row
-    key_starts: Tensor  # [C + 1] int32, where those of each row begin
-    longest: tuple[int, int]  # the most queries and keys of a row
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int,
-        attention: Callable[..., Any],
-    ) -> Tensor:
-        """The last query of a row sees all of its keys, and each one before it a key less."""
-        keys = at_least_fp32(k).index_select(0, self.keys).to(q.dtype)
-        values = at_least_fp32(v).index_select(0, self.keys).to(q.dtype)
-        before = window - 1 if window else -1  # -1 is no limit
-        return attention(
-            q,
-            keys,
-            values,
-            self.query_starts,
-            self.key_starts,
-            *self.longest,
-            window_size=(before, 0),
-            enable_gqa=True,
-        )
-
-
-def varying_attention(q: Tensor) -> Callable[..., Any] | None:
-    """What attends to `q [N, H, E]` in rows of any length, if torch has FlashAttention for it."""
-    fits = q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return flash_attention(q.device) if fits else None
-
-
-@lru_cache
-def flash_attention(device: torch.device) -> Callable[..., Any] | None:
-    from torch.nn.attention.varlen import varlen_attn  # takes a second, where few need it
-
-    has_groups = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 has not
-    is_recent = torch.cuda.get_device_capability(device) >= (8, 0)
-    return varlen_attn if has_groups and is_recent else None

@@ -18,14 +18,12 @@ from ..types import AddedRow, Completions, PackedPrompt
 from .context import (
     Context,
     Scan,
-    VaryingRows,
     attend_in_rows,
     make_mask,
     scan_rows,
     sdpa,
     take_previous,
     take_rows,
-    varying_attention,
 )
 from .logprobs import at_least_fp32
 
@@ -102,10 +100,7 @@ class Packing(Context):
         self.mask = upload(joined.mask)  # [P, G, S] bool, where a token was sampled
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attention = varying_attention(q)
-        if attention is None:
-            return self.padded_rows.attend(q, k, v, window)
-        return self.varying_rows.attend(q, k, v, window, attention)
+        return self.padded_rows.attend(q, k, v, window)
 
     def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32
@@ -135,21 +130,6 @@ class Packing(Context):
             padded_queries.append(queries)
         unpad = _first_places(padded_queries)
         return PaddedRows(upload(padded_queries[0]), sets, upload(unpad))
-
-    @cached_property
-    def varying_rows(self) -> VaryingRows:
-        joined = self.joined
-        rows = [(row, row) for row in joined.causal_rows]
-        rows += [(row.queries, row.keys) for row in joined.added_rows]
-        rows.sort(key=lambda row: row[0][0])  # in the order of the packed tokens
-        lengths = np.array([[len(queries), len(keys)] for queries, keys in rows])
-        starts = np.pad(lengths.cumsum(axis=0, dtype=np.int32), ((1, 0), (0, 0)))
-        return VaryingRows(
-            query_starts=self.upload(starts[:, 0]),
-            keys=self.upload(np.concatenate([keys for _, keys in rows])),
-            key_starts=self.upload(starts[:, 1]),
-            longest=tuple(lengths.max(axis=0).tolist()),
-        )
 
     @cached_property
     def state_rows(self) -> StateRows:

@@ -230,10 +230,14 @@ def reward_table(
     table = {name: settled(each, weights.get(name, 1.0)) for name, each in scores.items()}
     total = np.zeros(shape)
     known = np.ones(shape, dtype=bool)
+    teaches = np.ones((shape[0], 1), dtype=bool)
     for name, weight in weights.items():
-        total += weight * neutral(table[name])
-        # nobody knows what a reward would have given where it failed throughout
-        known &= table[name].known | ~table[name].failed
+        if weight:
+            total += weight * neutral(table[name])
+            # nobody knows what a reward would have given where it failed throughout
+            known &= table[name].known | ~table[name].failed
+            teaches &= ~table[name].failed.all(axis=1, keepdims=True)
+    total = np.where(teaches, total, total.min(axis=1, keepdims=True))
     worst = np.where(known, total, np.inf).min(axis=1, keepdims=True)
     total = np.where(known, total, np.where(known.any(axis=1, keepdims=True), worst, 0.0))
     return RewardTable(total, known, table)

@@ -58,13 +58,22 @@ class Pool:
         self.done = SimpleQueue[Outcome]()
         self.deadlines: dict[Call, float] = {}  # deadline of each call in work
         self.num_open = 0  # calls whose outcome has not been taken
+        event_loop()  # threads that ask for the first one at once would make several
         for _ in range(size):
             self._start_thread()
 
     def close(self) -> None:
-        """End the threads when their calls have ended."""
+        """End the threads when their calls have ended. Those that have not begun are dropped."""
+        self.drop()
         for _ in range(self.size):
             self.todo.put(None)
+
+    def drop(self) -> None:
+        """Forget the calls that have not begun."""
+        with suppress(Empty):
+            while self.num_open:
+                self.todo.get_nowait()
+                self.num_open -= 1
 
     def submit(self, key: Any, function: Callable[[], object], timeout_s: float) -> None:
         """Call a function, as soon as a thread is free, for at most `timeout_s` seconds."""

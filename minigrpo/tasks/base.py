@@ -162,8 +162,10 @@ class WrappedTask(SourceTask):
         super().__init__(source)
         self.reward_weights = source.reward_weights
         self.token_rewards = source.token_rewards
-        is_known = source.success != EXACT or source.held_out(0).answer
-        self.success = source.success if is_known else REWARD  # no answers, so none is right
+        self.success = source.success
+        compares = source.success == EXACT and EXACT not in source.reward_weights
+        if compares and not source.held_out(0).answer:
+            self.success = REWARD  # examples have no answers, so none is right
         self.environment = source.environment
         self.tools = source.tools
 

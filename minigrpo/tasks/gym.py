@@ -23,10 +23,16 @@ from .rows import Record, Row
 BRIEF = "Give only the answer."
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")  # 1,234.5 is one, and 2,3 are two
 
+
+def last_number(text: str) -> str:
+    numbers = NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
 # extract -> (request after the question, function that cuts the answer from a text)
 EXTRACTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "tag": (REQUEST, lambda text: tagged_answer(text, "").strip()),
-    "last-number": (BRIEF, lambda text: "".join(NUMBER.findall(text)[-1:]).replace(",", "")),
+    "last-number": (BRIEF, last_number),
     "line": (BRIEF, lambda text: text.strip().rpartition("\n")[2]),
     "all": (BRIEF, str.strip),
 }

@@ -9,7 +9,8 @@ import math_verify
 
 sys.stdout = sys.stderr = open(os.devnull, "w")
 MOST_BYTES = 2 << 30  # memory of the process, SymPy included
-resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+# not of the address space, of which a CUDA build of torch alone takes more
+resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
 
 
 def same(truth: str, answer: str) -> bool:

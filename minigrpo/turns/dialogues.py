@@ -88,6 +88,7 @@ class Dialogues:
 
     def close(self) -> None:
         """Close the environments of the batch, when the calls in work have ended or are late."""
+        self.pool.drop()
         for _ in self.pool.all():
             pass
         for episode in self.episodes:
