@@ -115,10 +115,7 @@ class TrainedRun:
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}
 
     def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> Sequence[str]:
-        """n completions with the run's settings, the same at each call.
-
-        A text is a user's message if the run's prompts are.
-        """
+        """n completions, the same at each call. A text is a user's message if its prompts are."""
         sampler = self.trainer.sampler
         raw = not messages_of(sampler.tokenizer, self.trainer.job.task.held_out(0))
         return complete_prompt(sampler, prompt, n, raw=raw)
