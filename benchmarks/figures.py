@@ -4,6 +4,7 @@ NAME is a figure of figures.toml. Start this in the checkout's folder: its runs 
 An interrupted run resumes. The table comes after what `minigrpo compare` says of the runs.
 """
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 
 from minigrpo.metrics import SAMPLED
 from minigrpo.run.logging import EVAL, Run, read_run
+from minigrpo.run.run_dir import SUMMARY
 from minigrpo.tools.cli import run_command
 from minigrpo.tools.report import plot_curve
 
@@ -89,10 +91,10 @@ def train(name: str, figure: Figure, max_steps: int, folder: Path) -> Runs:
         print(f"\n{name}, run {number} of {len(jobs)}: {flags}", flush=True)
         words = f"{flags} --out-dir {out_dir} --resume auto".replace("RUNS", str(folder)).split()
         run_command("train", words, "minigrpo train")
-        run = read_run(out_dir)
-        if len(run.metrics) < run.config.run.max_steps:
+        summary = json.loads((out_dir / SUMMARY).read_text("utf-8"))
+        if summary["status"] != "finished":  # it may lack its last evaluation alone
             sys.exit(f"{out_dir} was stopped; start this again to go on")
-        runs[column, arm].append(run)
+        runs[column, arm].append(read_run(out_dir))
     return {(column, arm): same for (column, arm), same in runs.items() if arm.label}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from .config import read_toml, settle
 from .errors import ConfigError
 from .evaluate import complete_prompt
-from .model.lora import merge_adapters
 from .model.shape import Size
 from .model.transformer import Transformer
 from .run.logging import EVALUATIONS, METRICS, read_jsonl
@@ -68,8 +67,6 @@ def train(
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
     checked, why = settle({**of_file, **settings, **names}, size)
-    if isinstance(model, Transformer) and checked.model.lora_rank == 0:
-        merge_adapters(model)  # all weights are trained
     # 2. All else are objects.
     objects = {name: x for name, x in given.items() if name not in names}
     dist = joined_processes()

@@ -57,7 +57,7 @@ class Completion(str):
     is_dialogue: bool = False  # tools or an environment could answer
     turns: int = 1  # turns of the policy
     failed_calls: Sequence[bool] = ()  # whether each call of a tool has failed
-    cut: bool = False  # whether a limit ended the dialogue after an answer
+    cut: bool = False  # whether a limit ended the dialogue
     error: str | None = None  # what its environment raised, or that it took too long
     # rewards by environment: None where it does not reward the row, NaN after an error
     rewards: Mapping[str, float | None] = {}

@@ -123,8 +123,7 @@ def test_rewards_that_never_work_or_are_negative_are_refused(model: str, tmp_pat
 
 
 def test_without_answers_the_reward_is_the_headline(run: Any) -> None:
-    task = Mock(success=EXACT, held_out=Example, reward_weights={})
-    assert WrappedTask(task).success == REWARD
+    assert WrappedTask(Mock(success=EXACT, held_out=Example, reward_weights={})).success == REWARD
     found = read_run(run.folder)
     assert found.success == headline(found.evaluations[-1]) == REWARD
     assert math.isinf(found.headlines[-1].low)

@@ -117,9 +117,8 @@ def test_the_page_for_trls_users_agrees_with_the_messages() -> None:
     page = (ROOT / "docs/trl.md").read_text()
     for words, here in re.findall(r"^\| (`.+) \| (.+) \|$", page, re.MULTILINE):
         for word in re.findall(r"`(\w+)`", words):
-            assert set(re.findall(r"--[\w-]+", TRL_WORDS[word])) <= set(
-                re.findall(r"--[\w-]+", here)
-            )
+            flags_said = re.findall(r"--[\w-]+", TRL_WORDS[word])
+            assert {*flags_said} <= {*re.findall(r"--[\w-]+", here)}
 
 
 def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +134,8 @@ def test_the_table_of_defaults_is_that_of_the_code(monkeypatch: pytest.MonkeyPat
             "device": "cpu" if "CPU" in when else "cuda",
         }
         large = HUGE if name == "base_dtype" else LARGE
-        columns = zip(
-            cells.split("|"), [(1, MEDIUM), (MEDIUM, LARGE), (large, 2 * HUGE)], strict=True
-        )
-        for cell, (least, above) in columns:
+        sizes = [(1, MEDIUM), (MEDIUM, LARGE), (large, 2 * HUGE)]
+        for cell, (least, above) in zip(cells.split("|"), sizes, strict=True):
             for parameters in (least, above - 1):
                 fit = settings_for(Size(int(parameters), 10**6), given)
                 assert fit.keys() <= {name for name, *_ in rows}

@@ -176,8 +176,8 @@ class ModelSource:
     ) -> Transformer:
         """The model that a run or a command begins with, on the CPU, with adapters of --lora-rank.
 
-        `checksums` gets one for the weights that a resume loads again. `given` is a model
-        that is loaded already: the caller's, or that of a run.
+        `checksums` gets one for the weights that a resume loads again. `given` is the caller's
+        model, which is changed in place.
         """
         settings = config.model
         seed = config.run.seed
@@ -186,10 +186,9 @@ class ModelSource:
         # 1. The weights, without adapters.
         if given is not None:
             model = given
-            if settings.lora_rank:
+            if lora.adapters(model):
                 lora.merge_adapters(model)
-            if not lora.adapters(model):
-                model.store(settings.matrix_dtype)
+            model.store(settings.matrix_dtype)
         elif self.name == SCRATCH:
             model = Transformer(ModelShape(tokenizer.n_vocab), seed)
         else:

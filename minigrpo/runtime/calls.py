@@ -58,7 +58,6 @@ class Pool:
         self.done = SimpleQueue[Outcome]()
         self.deadlines: dict[Call, float] = {}  # deadline of each call in work
         self.num_open = 0  # calls whose outcome has not been taken
-        event_loop()  # threads that ask for the first one at once would make several
         for _ in range(size):
             self._start_thread()
 
@@ -147,7 +146,12 @@ def finished(answer: Any, timeout_s: float) -> Any:
     if not inspect.isawaitable(answer):
         return answer
     limited = asyncio.wait_for(answer, timeout_s + 1)
-    return asyncio.run_coroutine_threadsafe(limited, event_loop()).result()
+    with _making_loop:
+        loop = event_loop()
+    return asyncio.run_coroutine_threadsafe(limited, loop).result()
+
+
+_making_loop = threading.Lock()  # threads that ask for the first loop at once would make several
 
 
 @cache

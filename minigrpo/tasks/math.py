@@ -75,7 +75,7 @@ class Math(Rows):
     def _row(self, record: Record) -> Row:
         question = text_field(record, QUESTIONS).strip()
         solution = solution_of(record)
-        if not boxed(solution) and HASHES not in solution:
+        if not boxed(solution) and HASHES not in solution:  # words, perhaps beside the answer
             solution = text_field(record, ["answer"], solution)
         form, _ = truth_of(solution)
         request = REQUESTS[form]

@@ -41,8 +41,8 @@ def differences(first: Runs, second: Runs) -> dict[str, Difference]:
     Runs of equal seeds are pairs. If some have no partner, runs are paired in their order.
     """
     pairs = [(x, y) for x in first for y in second if x.config.run.seed == y.config.run.seed]
-    most = min(len(first), len(second))
-    if len(pairs) < most:
+    fewer = min(len(first), len(second))
+    if len(pairs) < fewer:
         pairs = list(zip(first, second, strict=False))
     answers = [(last_answers(one), last_answers(other)) for one, other in pairs]
     tests = {}

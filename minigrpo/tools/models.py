@@ -12,7 +12,7 @@ from ..config import Config, read_flags, read_toml, settle
 from ..evaluate import complete_prompt, grade, measure
 from ..given import Given
 from ..metrics import SAMPLED
-from ..model.source import RECORD, ModelSource
+from ..model.source import RECORD, ModelSource, fit_vocab
 from ..model.transformer import Transformer
 from ..rewards.scorer import RewardScorer
 from ..run.console import Console
@@ -70,8 +70,12 @@ def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
     device = pick_device(config.speed.device)
     set_up_process(config.speed, device)
     source = ModelSource.of(config.model.name)
-    trained = source.load_trained(say) if source.is_run else None
-    return source.start(config, tokenizer, say, {}, trained).to(device)
+    if source.is_run:
+        model = source.load_trained(say)
+        fit_vocab(model, f"--model {source.name}", tokenizer)
+    else:
+        model = source.start(config, tokenizer, say, {})
+    return model.to(device)
 
 
 def open_with_task(config: Config, console: Console) -> tuple[Sampler, RewardScorer]:
