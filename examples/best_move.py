@@ -59,7 +59,9 @@ class BestMove(Rows):
     }
     speculate = True
 
-    def __init__(self, seed: int, data: Sequence[Path], eval_data: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, seed: int, data: Sequence[Path] = (), eval_data: Sequence[Path] = ()
+    ) -> None:
         super().__init__(seed, data, eval_data, parse_line)
 
     def read(self, files: Sequence[Path], argument: str = "data") -> list[Row]:

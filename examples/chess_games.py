@@ -29,7 +29,9 @@ class ChessGames(Rows):
     score = ChessEnv.score
     speculate = True
 
-    def __init__(self, seed: int, data: Sequence[Path], eval_data: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, seed: int, data: Sequence[Path] = (), eval_data: Sequence[Path] = ()
+    ) -> None:
         self.skipped: list[str] = []  # "FILE, game 3: why"
         super().__init__(seed, data, eval_data)
         if self.skipped:

@@ -39,7 +39,9 @@ class MBPP(Rows):
     }
     success = "passed"
 
-    def __init__(self, seed: int, data: Files, eval_data: Files = (), timeout: float = 3.0) -> None:
+    def __init__(
+        self, seed: int, data: Files = (), eval_data: Files = (), timeout: float = 3.0
+    ) -> None:
         """`timeout` is in seconds of CPU time, for a completion and its tests."""
         self.timeout_s = float(timeout)
         super().__init__(seed, data, eval_data, parse_mbpp)

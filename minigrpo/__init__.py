@@ -1,7 +1,7 @@
 """minigrpo: Group Relative Policy Optimization. Start with trainer.py.
 
-The modules at this level are the algorithm, its settings and what all rooms use. The packages are
-model/, text/ (tokenizers and chat templates), sampling/, rewards/, tasks/, turns/ (tools and
+The modules at this level are the algorithm, its settings and what all packages use. The packages
+are model/, text/ (tokenizers and chat templates), sampling/, rewards/, tasks/, turns/ (tools and
 environments), sandbox/ (other people's code), runtime/ (device and processes), run/ (the folder of
 a run and what it prints) and tools/ (the commands).
 """

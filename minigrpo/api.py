@@ -11,9 +11,10 @@ from .errors import ConfigError
 from .evaluate import complete_prompt
 from .model.shape import Size
 from .model.transformer import Transformer
-from .run.logging import EVALUATIONS, METRICS, read_jsonl
+from .run.logging import EVALUATIONS, METRICS, read_numbers
 from .runtime.distributed import DistContext
 from .runtime.signals import REASONS
+from .settings import FROM_PYTHON
 from .text.encoding import messages_of
 from .trainer import Callback, Trainer
 from .turns.environments import EnvironmentSet
@@ -58,8 +59,6 @@ def train(
     """
     if not all(map(callable, callbacks)):
         raise ConfigError("callbacks are functions of (step, metrics)")
-    if tools:
-        environment = EnvironmentSet.of(environment, tools)
     # 1. Names and paths are settings, like those of the file, which they override.
     given = {"model": model, "data": data, "eval_data": eval_data, "task": task}
     given |= {"rewards": rewards, "loss": loss, "environment": environment}
@@ -69,6 +68,12 @@ def train(
     checked, why = settle({**of_file, **settings, **names}, size)
     # 2. All else are objects.
     objects = {name: x for name, x in given.items() if name not in names}
+    if tools:
+        named = checked.task.environment
+        if objects.get("environment") is None and named and not named.startswith(FROM_PYTHON):
+            objects["environment"] = EnvironmentSet.load(named, tools)
+        else:
+            objects["environment"] = EnvironmentSet.of(environment, tools)
     dist = joined_processes()
     trainer = Trainer(checked, dist=dist, quiet=quiet, callbacks=callbacks, **objects)
     if why:
@@ -107,7 +112,7 @@ class TrainedRun:
         return self._columns(EVALUATIONS)
 
     def _columns(self, name: str) -> dict[str, list[float]]:
-        records = self.trainer.dist.on_main(lambda: read_jsonl(self.folder / name))
+        records = read_numbers(self.folder / name)
         keys = dict.fromkeys(key for record in records for key in record)
         return {key: [record.get(key, float("nan")) for record in records] for key in keys}
 

@@ -13,7 +13,7 @@ from .evaluate import held_out_examples
 from .given import Given
 from .guard import OOMBackoff
 from .identity import digest, record_checksum
-from .memory import NUM_KINDS, fit_to_memory, mean_prompt, sizes_of
+from .memory import MOST_KEPT, fit_to_memory, mean_prompt, sizes_of
 from .model import lora
 from .model.frozen_model import FrozenModel, InferenceCopy, with_context
 from .model.shape import ModelShape
@@ -116,8 +116,11 @@ class Job:
             environment=environments,
             args=config.task.task_args,
         )
-        if environments is None and (task.environment or task.tools):
-            environments = EnvironmentSet.of(task.environment, task.tools)
+        if task.environment or task.tools:
+            if environments is None:
+                environments = EnvironmentSet.of(task.environment, task.tools)
+            elif not environments.reads_rows:
+                raise ConfigError("--task has an environment or tools: add these tools there")
         if environments is not None:
             task = TurnTask(task, environments, config.run.seed)
         return cls(config, tokenizer, task, environments, given.reward_functions(config))
@@ -132,7 +135,7 @@ def fit_to_device(
     """What `fit_to_memory` makes of the job's config and the free memory on CUDA."""
     device = parallel.device
     if device.type != "cuda":
-        return job.config, NUM_KINDS
+        return job.config, MOST_KEPT
     prompt = mean_prompt(job.tokenizer, job.task)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     available = torch.cuda.mem_get_info(device)[0] + reusable
@@ -240,7 +243,7 @@ def make_sampler(
     job: Job,
     model: Transformer,
     console: Console,
-    num_kept: int = NUM_KINDS,
+    num_kept: int = MOST_KEPT,
 ) -> Sampler:
     """The model, ready to sample from, for the examples of the task."""
     dialogues = None  # each completion is a single turn

@@ -22,7 +22,6 @@ from .settings import SCRATCH, SHIPPED, Settings, places
 WORDS = Path(__file__).with_name("trl_words.toml")
 TRL_WORDS: Mapping[str, str] = tomllib.loads(WORDS.read_text("utf-8"))
 MEDIUM, LARGE, HUGE = 50e6, 300e6, 3e9  # numbers of parameters
-ALL = {"prompts_per_step": 8, "group_size": 8}
 MEMORY_SAVING = {"micro_batch_size": 1, "rollout_batch_size": 8, "gradient_checkpointing": True}
 
 
@@ -106,14 +105,15 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
     import torch  # it is imported by now, because the model's size has been read
 
     has_adapters = bool(given.get("lora_rank"))
-    settings: dict[str, Any] = {**ALL, "max_new_tokens": min(512, size.context // 2)}
+    settings: dict[str, Any] = {"prompts_per_step": 8, "group_size": 8}
+    settings["max_new_tokens"] = min(512, size.context // 2)
     device = given.get("device", "auto")
     has_cuda = torch.cuda.is_available() if device == "auto" else device != "cpu"
     if has_cuda:
         settings["cuda_graphs"] = True
     if size.parameters >= LARGE:
-        of_all = 5e-6
-        of_adapters = 5e-5
+        full_rate = 5e-6
+        lora_rate = 5e-5
         if not has_cuda:  # on CUDA they follow from the free memory: see memory.py
             settings |= MEMORY_SAVING
         elif not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
@@ -121,16 +121,16 @@ def settings_for(size: Size, given: Mapping[str, Any]) -> dict[str, Any]:
         ):
             settings["use_amp"] = True
     elif size.parameters >= MEDIUM:
-        of_all = 3e-5
-        of_adapters = 1e-3
+        full_rate = 3e-5
+        lora_rate = 1e-3
         settings |= {"prompts_per_step": 16, "group_size": 16}
         if not has_cuda:
             settings["micro_batch_size"] = 4
     if size.parameters >= MEDIUM:
         if given.get("loss") == "nll":
-            of_all = 2e-5
-            of_adapters = 2e-4
-        settings["learning_rate"] = of_adapters if has_adapters else of_all
+            full_rate = 2e-5
+            lora_rate = 2e-4
+        settings["learning_rate"] = lora_rate if has_adapters else full_rate
     if size.parameters >= HUGE and has_adapters:
         settings["base_dtype"] = "bfloat16"
     return settings

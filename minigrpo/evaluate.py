@@ -18,7 +18,7 @@ from .statistics import Estimate, estimate, passes
 from .statistics import calibration as calibration
 from .statistics import pass_at_k as pass_at_k
 from .task import Task
-from .tasks.rows import parse_any, plain
+from .tasks.rows import as_json, parse_any
 from .text.chat import Message
 from .types import Completion, Example
 
@@ -63,7 +63,7 @@ def complete_prompt(
     """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message."""
     if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
         prompt = [{"role": "user", "content": prompt}]
-    row = plain({"prompt": prompt})
+    row = as_json({"prompt": prompt})
     example = parse_any(row).example
     return complete_examples(sampler, [example], n, sampler.config.sampling).texts[0]
 

@@ -20,7 +20,7 @@ from .userfiles import load_name, name_of
 
 @dataclass(frozen=True)
 class Given:
-    """Python objects of the caller's. A field is None if its setting counts."""
+    """Python objects of the caller's. None where the setting of its name is used."""
 
     model: Transformer | None = None
     data: Sequence[Mapping[str, Any]] | None = None

@@ -18,16 +18,16 @@ def read_json(file: Path) -> dict[str, Any]:
         return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
-def settings_folder(name: str | Path) -> Path:
+def settings_folder(name: str) -> Path:
     """The file or folder that a name stands for; an existing path comes first.
 
     For ORG/NAME[@REVISION] it fetches the settings and the tokenizer, without weights, into a
     folder whose name is the commit. Raises ConfigError.
     """
-    on_hub = HUB_NAME.fullmatch(str(name))
+    on_hub = HUB_NAME.fullmatch(name)
     if Path(name).exists() or on_hub is None:
         return Path(name)
-    return fetch(str(name), ["*.json", "*.jinja", "tokenizer.model"], on_hub[2])
+    return fetch(name, ["*.json", "*.jinja", "tokenizer.model"], on_hub[2])
 
 
 def fetch(name: str, patterns: str | list[str], revision: str | None) -> Path:

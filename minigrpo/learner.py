@@ -26,8 +26,8 @@ from .types import RolloutBatch, Warn
 Metrics = dict[str, Tensor]  # scalars on the device
 MEAN_GAP = "sampling/logp_difference_mean"
 LARGEST_GAP = "sampling/logp_difference_max"
-TOKENS = "tokens"  # the number of tokens in the loss, by which the sums of PER_TOKEN are divided
-# These are means over the tokens with a gradient, without zero-variance groups, which `kl` counts.
+TOKENS = "tokens"  # tokens in the loss; the sums of PER_TOKEN are divided by them
+# of the prompts that the update runs (`prompts_with_gradient`), where `kl` is of all prompts
 PER_TOKEN = ("entropy", "teacher_kl", MEAN_GAP)
 
 
@@ -37,7 +37,7 @@ class Learner:
 
     config: Config
     model: Transformer
-    loss: LossSpec
+    spec: LossSpec
     parallel: Parallel
     warn: Warn
     release: Callable[[], bool] = lambda: False  # frees what rollouts keep: see OOMBackoff
@@ -52,8 +52,8 @@ class Learner:
         settings = config.loss
         bounds = {"low": settings.clip_low, "high": settings.clip_high, "cap": settings.ratio_cap}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
-        self.loss = replace(self.loss, clip=replace(self.loss.clip, **given))
-        learns_entropy = self.loss.needs_entropy or settings.entropy_coef > 0
+        self.spec = replace(self.spec, clip=replace(self.spec.clip, **given))
+        learns_entropy = self.spec.needs_entropy or settings.entropy_coef > 0
         self.entropy: Entropy = "learnt" if learns_entropy else "measured"
 
         self.model.checkpointing = config.memory.gradient_checkpointing
@@ -129,10 +129,9 @@ class Learner:
 
     def prompts_with_gradient(self, batch: RolloutBatch) -> list[int]:
         """Prompts whose gradient is not exactly 0; at least one, so that the optimizer steps."""
-        has_other_model = batch.reference_logp is not None or batch.teacher_logp is not None
-        has_other_signal = has_other_model or self.config.loss.entropy_coef > 0
-        has_other_term = self.loss.surrogate not in (losses.clipped, losses.cispo)
-        if batch.advantages is None or has_other_signal or has_other_term:
+        vanishes = self.spec.surrogate in (losses.clipped, losses.cispo)  # where advantages are 0
+        others = batch.reference_logp, batch.teacher_logp, self.config.loss.entropy_coef or None
+        if batch.advantages is None or not vanishes or any(x is not None for x in others):
             return list(range(len(batch)))
         return batch.advantages.any(-1).nonzero()[:, 0].tolist() or [0]
 
@@ -199,7 +198,7 @@ class Learner:
             old_logp,
             advantages,
             mask,
-            loss=self.loss,
+            loss=self.spec,
             kl=settings.kl,
             kl_coef=settings.kl_coef,
             normalizer=normalizer,

@@ -64,7 +64,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of a term, `[..., S]`, in float32 or wider. Masked ratios are 1, all else is 0."""
+    """The inputs of a term, `[..., S]`, in float32 or wider; 0 where masked, but for the ratio."""
 
     logp: Tensor  # log-probs of the sampled tokens, with gradient
     old_logp: Tensor
@@ -129,7 +129,7 @@ class LossSpec:
     clip: Clip = Clip()
     estimator: str = "group_mean"
     scale: str = "group"
-    needs_entropy: bool = False  # `LossInputs.entropy` is there, with gradient
+    needs_entropy: bool = False  # whether the term reads `LossInputs.entropy`
 
 
 def loss_spec(loss: "str | LossSpec | Callable[[LossInputs], Term]") -> LossSpec:

@@ -8,7 +8,6 @@ The models that rewards ask are not counted, nor what lies in the memory of a CP
 
 from collections.abc import Mapping
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -36,7 +35,7 @@ LOW = 2  # and under --use-amp
 # components
 IN_UPDATE = ("gradients", "casts of weights", "gathered weights", "activations", "logits")
 IN_ROLLOUT = ("sampler's copy", "KV cache", "states", "decoding round")
-NUM_KINDS = 3  # of generations: of rollouts, and of greedy and sampled evaluations
+MOST_KEPT = 3  # generations: of rollouts, and of greedy and sampled evaluations
 CARD_SPARE = 2**29  # bytes for gaps between allocations
 
 
@@ -250,24 +249,23 @@ def fit_to_memory(
         weights[recomputes] = weights_of(recomputing, shape, processes)
     smallest = {"micro_batch_size": update_sizes[-1], "gradient_checkpointing": True}
 
-    def fits(num_kept: int, config: Config, **sizes: Any) -> bool:
-        config = config.replace(**sizes)
-        of_weights = weights[config.memory.gradient_checkpointing]
-        components = of_weights | work_of(config, shape, prompt, processes)
+    def fits(num_kept: int, tried: Config) -> bool:
+        of_weights = weights[tried.memory.gradient_checkpointing]
+        components = of_weights | work_of(tried, shape, prompt, processes)
         return peak_of(components, num_kept) <= available
 
     num_kept = int(config.speed.cuda_graphs and not (config.supervised or memory.fsdp))
-    if not fits(num_kept, config, rollout_batch_size=rollout_sizes[-1], **smallest):
+    if not fits(num_kept, config.replace(rollout_batch_size=rollout_sizes[-1], **smallest)):
         num_kept = 0
     for size in rollout_sizes:
-        if fits(num_kept, config, rollout_batch_size=size, **smallest):
+        if fits(num_kept, config.replace(rollout_batch_size=size, **smallest)):
             break
     config = config.replace(rollout_batch_size=size)
     for recomputes in sorted({memory.gradient_checkpointing, True}):
         for size in update_sizes:
             config = config.replace(micro_batch_size=size, gradient_checkpointing=recomputes)
             if fits(num_kept, config):
-                return config, NUM_KINDS if num_kept and fits(NUM_KINDS, config) else num_kept
+                return config, MOST_KEPT if num_kept and fits(MOST_KEPT, config) else num_kept
     return config, 0
 
 

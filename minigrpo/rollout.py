@@ -47,7 +47,7 @@ class RolloutBatches:
     prefetcher: ExamplePrefetcher
     sampler: Sampler
     scorer: RewardScorer
-    loss: LossSpec  # says how advantages are formed
+    spec: LossSpec  # says how advantages are formed
     reference: FrozenModel | None  # of --kl-coef
     teacher: FrozenModel | None
     dist: DistContext
@@ -122,10 +122,10 @@ class RolloutBatches:
         total = torch.from_numpy(batch.rewards.total)  # float64
         if total.shape[1] == 1:
             return torch.zeros(total.shape)  # nothing to compare with: the signal is a teacher's
-        scale = self.loss.scale if settings.scale == "auto" else settings.scale
+        scale = self.spec.scale if settings.scale == "auto" else settings.scale
         if settings.shuffle_rewards:
             total = shuffled(total, batch.examples, self.config.run.seed, step)
         shares = self.dist.on_all(lambda: total)
-        everyone = advantages(torch.cat(shares), estimator=self.loss.estimator, scale=scale)
+        everyone = advantages(torch.cat(shares), estimator=self.spec.estimator, scale=scale)
         lengths = [len(share) for share in shares]
         return everyone.split(lengths)[self.dist.rank].float()

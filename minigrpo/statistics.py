@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
@@ -22,7 +21,7 @@ STUDENT_T = (1.590, 2.556, 2.822, 2.372, Z)
 class PartlyKnown:
     """Numbers of which some are not known: `[n]`, or `[n, K]` for K completions per example."""
 
-    values: np.ndarray  # float64, 0 where not known
+    values: np.ndarray  # float64
     known: np.ndarray  # bool
 
     @property
@@ -44,7 +43,7 @@ class Estimate(NamedTuple):
 
 def means(numbers: PartlyKnown) -> PartlyKnown:
     """Each example's mean of its known values: `[n, K]` -> `[n]`."""
-    sums = torch.from_numpy(numbers.values).sum(1).numpy()
+    sums = np.where(numbers.known, numbers.values, 0.0).sum(1)
     counts = numbers.known.sum(1)
     return PartlyKnown(sums / np.maximum(counts, 1), counts > 0)
 

@@ -69,19 +69,19 @@ class Trainer:
         set_up_process(config.speed, self.device)
         # 1. The models. Frozen ones may be copies: they are made before a checkpoint is loaded.
         job = build.Job.of(config, given)
-        loss = given.loss_spec(config)
+        spec = given.loss_spec(config)
         self.model_source = source = ModelSource.of(config.model.name)
         checksums: dict[str, str] = {}  # of the weights that a resume loads again
         model = source.start(config, job.tokenizer, console.say, checksums, given.model)
         self.model = model
         # The run's folder keeps sizes of 0, because a resume may be on another GPU.
         self.parallel = parallel = Parallel.of(self.device, dist, config.memory.fsdp)
-        fitted = build.fit_to_device(job, model.shape, parallel, console)
-        self.config, num_kept = dist.on_main(lambda: fitted)
+        fit = partial(build.fit_to_device, job, model.shape, parallel, console)
+        self.config, num_kept = dist.on_main(fit)
         self.job = job = replace(job, config=self.config)
         # The learner gives all processes the model of the main one.
         self.learner = Learner(
-            self.config, model, loss, parallel, console.warn, lambda: self.sampler.release()
+            self.config, model, spec, parallel, console.warn, lambda: self.sampler.release()
         )
         frozen = build.FrozenModels(job, model, parallel, console, checksums, config.model.name)
         self.scorer = build.make_scorer(job, frozen, console.warn)
@@ -113,7 +113,7 @@ class Trainer:
             prefetcher,
             self.sampler,
             self.scorer,
-            self.learner.loss,
+            self.learner.spec,
             self.reference,
             self.teacher,
             self.dist,
@@ -150,8 +150,8 @@ class Trainer:
                 stopped = self._why_stopped()
         except BaseException as error:
             status = "diverged" if isinstance(error, Diverged) else "failed"
-            with suppress(RunFailed):  # if the folder has gone, `error` says so, or what came first
-                # in an update, the weights are between two of a step, or not finite
+            with suppress(RunFailed):  # the folder may have gone, which `error` may say
+                # within an update the weights belong to no step, or are not finite
                 if not (self.learner.in_update or self.parallel.is_sharded):
                     self.run_dir.save(self.learner.state_dict())  # alone: others may be gone
                 self._summarise(status, str(error) or type(error).__name__, began)

@@ -31,11 +31,11 @@ class Example:
 
     prompt: str
     answer: str = ""
-    index: int = 0  # its number in the task; the key of its random numbers
+    index: int = 0  # differs within a split; the key of its random numbers
     kind: str = ""  # kind of question, by which evaluation reports
     messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)  # role, content
     fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other keys of a data line
-    # schemas of tools for the chat template, or None if nothing answers the completion
+    # schemas of tools for the chat template; None without tools or an environment
     tools: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
     # the row that it was read from, such as "a.jsonl, line 3"
     place: str = field(default="", compare=False, repr=False)
@@ -82,7 +82,7 @@ class PerPrompt(Sized):
         return _of_fields(lambda x: x.to(device) if isinstance(x, Tensor) else x, self)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> Self:
-        """Some of the prompts, by their numbers, in any order."""
+        """The rows of these numbers, in any order; numbers `[P, G]` make `[P, G]` of `[n]`."""
         return _of_fields(partial(_select_rows, rows), self)
 
     def split(self, num_prompts: int) -> list[Self]:
@@ -239,7 +239,7 @@ class RolloutBatch(PerPrompt):
     teacher_logp: Tensor | None = None  # [P, G, S] float32, or None without a teacher
     loss_mask: Tensor | None = None  # [P, G] bool, completions in the loss, or None for all
     packed: Sequence[PackedPrompt] | None = None  # [P], or None before the update
-    metrics: Mapping[str, float] = field(default_factory=dict)  # counts, which `join` adds
+    metrics: Mapping[str, float] = field(default_factory=dict)  # `join` adds them up
 
     @property
     def ended(self) -> Tensor:

@@ -43,10 +43,7 @@ SHAPES = {
     "gpt2": ModelShape(**SIZES, layers=attending(2), heads=2),
     # every variant that GPT-2 does not have
     "grouped-query": ModelShape(
-        **SIZES,
-        **GEMMA3,
-        family="gemma3_text",
-        layers=(WINDOWED, AttentionShape(rope=Rope(100.0))),
+        **SIZES, **GEMMA3, family="gemma3_text", layers=(WINDOWED, AttentionShape(rope=Rope(100.0)))
     ),
     # layers with a state, beside a window
     "hybrid": ModelShape(

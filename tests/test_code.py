@@ -33,8 +33,11 @@ def problem(number: int, **others: Any) -> dict[str, Any]:
 
 def read(tmp_path: Path, rows: list[dict[str, Any]], **args: Any) -> WrappedTask:
     path = write_jsonl(tmp_path / "mbpp.jsonl", rows)
-    task = load_task(str(ROOT / "examples" / "mbpp.py"), seed=0, data=str(path), args=args)
+    task_file = str(ROOT / "examples" / "mbpp.py")
+    task = load_task(task_file, seed=0, data=str(path), args=args)
     assert isinstance(task, WrappedTask)
+    alone = load_task(task_file, seed=0, eval_data=str(path), args=args)  # as `evaluate` loads it
+    assert {row["task_id"] for row in rows} >= {alone.held_out(0).fields["task_id"]}
     return task
 
 

@@ -17,7 +17,7 @@ from minigrpo.task import Task
 from minigrpo.tasks.base import Rows, is_held_out
 from minigrpo.tasks.loading import load_task
 from minigrpo.tasks.prompts import Prompts
-from minigrpo.tasks.rows import canonical, parse_any, parse_episode, parse_pair, plain, read_rows
+from minigrpo.tasks.rows import as_json, canonical, parse_any, parse_episode, parse_pair, read_rows
 from minigrpo.types import Example
 
 from .tiny import ask, refused
@@ -112,7 +112,7 @@ def asked_rows() -> list[dict[str, Any]]:
 
 
 def question_of(row: dict[str, Any]) -> str:
-    return parse_any(plain(row)).question
+    return parse_any(as_json(row)).question
 
 
 def test_a_question_is_the_whole_prompt() -> None:
@@ -275,12 +275,12 @@ def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
 def test_rows_are_read_in_the_forms_of_trl_openai_and_published_files(
     record: dict[str, Any], messages: list[Any], answer: str
 ) -> None:
-    row = parse_pair(plain(record))
-    assert parse_any(plain(record)) == row
+    row = parse_pair(as_json(record))
+    assert parse_any(as_json(record)) == row
     assert [*row.example.messages] == messages
     assert row.example.answer == answer
     assert row.question == row.example.prompt == "2+2?"  # the beginning asks nothing
-    assert row.example.fields == plain(record)
+    assert row.example.fields == as_json(record)
 
 
 def tool(name: str, **types: str) -> dict[str, Any]:
@@ -331,8 +331,8 @@ def test_tables_give_the_prompts_of_the_list_of_dicts(tmp_path: Path) -> None:
     missing = {"prompt": ["a", "b"], "n": pandas.array([1, None], dtype="Int64")}
     missing["day"] = [pandas.Timestamp(2024, 5, 6), pandas.NaT]
     first, second = read_rows("data", pandas.DataFrame(missing))
-    assert plain(first) == {"prompt": "a", "n": 1, "day": "2024-05-06T00:00:00"}
-    assert plain(second) == {"prompt": "b"}
+    assert as_json(first) == {"prompt": "a", "n": 1, "day": "2024-05-06T00:00:00"}
+    assert as_json(second) == {"prompt": "b"}
 
 
 IMAGE = object()
@@ -352,7 +352,7 @@ IMAGE = object()
     ],
 )
 def test_values_of_a_row_are_plain(value: Any, expected: Any) -> None:
-    assert repr(plain({"key": value})) == repr({"key": expected})  # 2 is not 2.0
+    assert repr(as_json({"key": value})) == repr({"key": expected})  # 2 is not 2.0
 
 
 def test_tools_that_are_words_are_no_schemas() -> None:
@@ -367,7 +367,7 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
     function = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
     result = {"role": "tool", "content": "4"}
-    _, said, answer = parse_any(plain({"messages": [USER, called, result]})).example.messages
+    _, said, answer = parse_any(as_json({"messages": [USER, called, result]})).example.messages
     assert said["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 2}
     assert said["content"] == ""
     assert answer == result

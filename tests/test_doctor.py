@@ -86,6 +86,9 @@ def test_what_is_short_missing_or_expected_is_no_finding() -> None:
         run = FAULTY[number]
         short = replace(run, metrics=run.metrics[: FEWEST_STEPS - 1])
         assert found_in(short) == []
+    at_once = np.minimum(np.arange(STEPS) / 10, 1)
+    learnt = {"reward": 0.1 + 0.5 * at_once, "entropy": 2 - 1.7 * at_once}
+    assert found_in(made_up(learnt, [])) == []
     dead = "frac_reward_zero_std"
     assert found_in(made_up({dead: np.full(3, 1.0)}, [])) == [dead]  # whatever the length
     assert found_in(made_up({dead: np.full(3, 0.4)}, [])) == []

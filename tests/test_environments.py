@@ -859,6 +859,18 @@ def test_a_run_in_an_environment_is_logged(folder: Path, tmp_path: Path) -> None
     assert whole_rewards
 
 
+def test_tools_join_the_environment_that_a_file_names(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "walk.py").write_text(
+        "class Walk:\n    def reset(self): return 'Go.'\n    def get_reward(self): return 1.0\n"
+    )
+    config = tmp_path / "walk.toml"
+    config.write_text(f'environment = "{tmp_path}/walk.py:Walk"\n')
+    given = {"environment": None, "tools": [weather], "max_new_tokens": 9, "max_steps": 1}
+    run = trained(folder, tmp_path / "run", config=config, **given)
+    environments = run.trainer.job.environments
+    assert [*environments.specs] == ["Walk"] and [*environments.tools] == ["weather"]
+
+
 def test_a_stop_text_ends_a_turn(folder: Path, tmp_path: Path) -> None:
     def turns(name: str, **settings: Any) -> list[str]:
         trained(folder, tmp_path / name, max_steps=1, **settings)
@@ -927,8 +939,13 @@ def test_what_ends_a_batch_closes_its_environments(folder: Path, tmp_path: Path)
     assert torch.equal(whole.completions.completion_mask, halved.completions.completion_mask)
 
     Held.made.clear()
-    effects = chain(repeat(DEFAULT, 20), [KeyboardInterrupt])
-    dialogues.replies = Mock(wraps=replies, side_effect=effects)
+
+    def interrupted(wait: bool) -> Any:
+        if dialogues.replies.call_count > 20 and Held.made:  # they are made by other threads
+            raise KeyboardInterrupt
+        return DEFAULT
+
+    dialogues.replies = Mock(wraps=replies, side_effect=interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.batches.roll_out(examples, 5)
     assert {environment.asked.count("close") for environment in Held.made} == {1}

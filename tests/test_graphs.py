@@ -146,10 +146,7 @@ def test_a_job_records_nothing_from_its_fourth_step_on() -> None:
 
 @pytest.mark.parametrize(("stops", "most_reads"), [((), 12), ((EOS,), 65)])
 def test_the_host_looks_seldom_while_no_slot_can_split(
-    prompts: Completions,
-    monkeypatch: pytest.MonkeyPatch,
-    stops: tuple[int, ...],
-    most_reads: int,
+    prompts: Completions, monkeypatch: pytest.MonkeyPatch, stops: tuple[int, ...], most_reads: int
 ) -> None:
     """And what sequences that have ended do meanwhile is dropped."""
     length = 300

@@ -312,7 +312,7 @@ def test_several_inner_steps_use_the_old_log_probs_of_the_training_forward() -> 
     model = make_model(way)
     clip = {"clip_low": 0.1, "clip_high": 0.3, "ratio_cap": 4.0, "grad_clip": 0.01}
     learner = make_learner(way, model, num_iterations=3, learning_rate=0.1, **clip)
-    assert learner.loss.clip == losses.Clip(0.1, 0.3, 4.0)
+    assert learner.spec.clip == losses.Clip(0.1, 0.3, 4.0)
     rates, steps = [], []
     step = learner.optimizer.step
 

@@ -28,7 +28,7 @@ from minigrpo.types import Completion, Example, RewardTable, RolloutBatch, Score
 from .steps import group
 from .tiny import partly_known
 
-SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "parts": {"exact": 0.0}}
+SAMPLE = {"source": "train", "prompt": "2+2=", "completion": "5", "rewards": {"exact": 0.0}}
 
 
 def log_of(folder: Path, step: int = 0, said: Any = None) -> RunLog:
@@ -139,7 +139,7 @@ def test_a_full_disk_is_warned_of_and_training_goes_on(tmp_path: Path) -> None:
         log.step(step, {"loss": 1.0})
     log.close()
     assert len({*said}) == 2  # of TensorBoard, and of the files
-    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 10]  # 9 follows a part of a line
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 9, 10]
 
 
 def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_samples_say_what_a_group_was_and_how_it_was_scored(tmp_path: Path) -> N
         "index": 7,
         "kind": "easy",
         "truth": "4",
-        "parts": {"exact": 0.0},
+        "rewards": {"exact": 0.0},
         "reward": None,
     }
     assert first.items() >= expected.items()

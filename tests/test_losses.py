@@ -297,11 +297,7 @@ def test_advantages_are_their_formulas() -> None:
         "group_mean": rewards.mean(1, keepdim=True),
         "leave_one_out": (rewards.sum(1, keepdim=True) - rewards) / 3,  # of the others
     }
-    stds = {
-        "group": rewards.std(1, keepdim=True) + 1e-4,
-        "batch": rewards.std() + 1e-4,
-        "none": 1,
-    }
+    stds = {"group": rewards.std(1, keepdim=True) + 1e-4, "batch": rewards.std() + 1e-4, "none": 1}
     for (estimator, mean), (scale, std) in itertools.product(means.items(), stds.items()):
         found = advantages(rewards, estimator=estimator, scale=scale)
         assert_close(found, ((rewards - mean) / std).detach())

@@ -125,6 +125,11 @@ def test_the_tree_runs_and_predicts_each_distinct_prefix_once(completions: Compl
     assert len(plain.ids) == num_prompt * completions.completion_ids.shape[1] + every
 
 
+def test_a_batch_of_empty_texts_runs_its_prompts_once() -> None:
+    (packed,) = pack(to_completions([[1, 2]], [[[], []]]))
+    assert packed.ids.tolist() == [1, 2] and not packed.mask.any()
+
+
 def test_rows_are_split_by_length_only_where_that_saves_padding() -> None:
     """One completion of 40 tokens beside 20 of 5, and 21 of equal lengths."""
     for lengths, sizes in (([40] + [5] * 20, [1, 20]), ([30] * 21, [21])):
@@ -139,7 +144,7 @@ def test_gradients_of_shared_tokens_add_up_in_float32() -> None:
     value = one.clone().requires_grad_()
     places = torch.zeros(512, 1, dtype=torch.int64)
     rows = CompletionRows(places, places, last=places)
-    rows.attend(one, one, value, 0).sum().backward()
+    rows.attend(0, one, one, value).sum().backward()
     assert value.grad.item() == 512
     # rows of masks begin at multiples of eight, or CUDA's attention would copy it in every layer
     for mask in rows.masks.values():

@@ -32,7 +32,7 @@ def sample(step: int, text: str, **more: Any) -> dict[str, Any]:
         "prompt": f"question {step}",
         "truth": "42",
         "completion": text,
-        "parts": {"exact": 0.0},
+        "rewards": {"exact": 0.0},
         "reward": 0.5,
         "advantage": -1.0,
         **more,

@@ -227,11 +227,7 @@ def test_a_step_whose_reward_was_cut_off_by_a_stop_is_made_again(
 ) -> None:
     """A signal may end what a reward has started; the groups that fail would be replaced."""
     (tmp_path / "fails.py").write_text(FAILS)
-    settings = {
-        "rewards": str(tmp_path / "fails.py"),
-        "reward_weights": {},
-        "dynamic_sampling": 1,
-    }
+    settings = {"rewards": str(tmp_path / "fails.py"), "reward_weights": {}, "dynamic_sampling": 1}
     calm = make(tmp_path / "calm", **settings)
     calm.fit()
     assert any(line["rewards/fails/failures"] for line in lines(tmp_path / "calm", "metrics.jsonl"))

@@ -87,10 +87,7 @@ def test_the_table_is_that_of_the_naive_loop(workers: int) -> None:
     table = scorer.score(EXAMPLES, TEXTS)
     for p, g in np.ndindex(2, 3):
         text = TEXTS[p][g]
-        naive = {
-            **Lengths().score(EXAMPLES[p], text),
-            "vowels": sum(x in "aeiou" for x in text),
-        }
+        naive = {**Lengths().score(EXAMPLES[p], text), "vowels": sum(x in "aeiou" for x in text)}
         assert {name: scores.values[p, g] for name, scores in table.scores.items()} == naive
         total = naive["length"] + 2 * naive["right"] + 0.5 * naive["vowels"]
         assert table.total[p, g] == total
@@ -513,9 +510,7 @@ for _ in range(2):
 """
 
 
-def test_calls_in_flight_outlast_signals_and_end_with_the_job(
-    tmp_path: Path,
-) -> None:
+def test_calls_in_flight_outlast_signals_and_end_with_the_job(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(IN_FLIGHT)
     (tmp_path / "scores.py").write_text(SCORES_IN_FLIGHT)
     command, env = [sys.executable, "scores.py"], {"PYTHONPATH": str(ROOT)}

@@ -41,11 +41,7 @@ def test_overlong_completions_are_kept_or_masked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 def test_rewards_that_differ_by_rounding_are_equal(estimator: str, scale: str) -> None:
     total = np.array(
-        [
-            [0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2],
-            [0.3, 0.3, 0.3, 0.3],
-            [0.3, 0.3, 0.3, 0.3 + 1e-9],
-        ]
+        [[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [0.3, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3 + 1e-9]]
     )
     assert total[0, 0] != total[0, 1]
     table = RewardTable(total, np.ones(total.shape, dtype=bool), {})

@@ -99,11 +99,7 @@ class Run:
         self.console.warn = self.said.append  # type: ignore[method-assign]
         self.folder = choose_folder(self.config, DistContext())
 
-    def start(
-        self,
-        checksums: Mapping[str, str] = {},
-        **facts: Any,
-    ) -> "Run":
+    def start(self, checksums: Mapping[str, str] = {}, **facts: Any) -> "Run":
         self.run_dir = RunDir(
             self.folder,
             self.config,

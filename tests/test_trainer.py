@@ -53,7 +53,7 @@ def test_a_run_leaves_everything_that_its_users_read(tmp_path: Path) -> None:
     evaluation, *_ = read_jsonl(run / "eval.jsonl")
     assert evaluation.keys() >= {"step", "n", "exact", "exact_sampled", "similarity", "reward"}
     sample, *_ = read_jsonl(run / "samples.jsonl")
-    assert sample.keys() >= {"step", "prompt", "completion", "truth", "parts", "reward"}
+    assert sample.keys() >= {"step", "prompt", "completion", "truth", "rewards", "reward"}
     assert read_json(run / "summary.json")["status"] == "finished"
     assert Config.from_toml(run / "config.toml") == trainer.config.replace(out_dir="")
     again = Transformer.from_pretrained(run / "model.safetensors")

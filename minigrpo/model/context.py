@@ -30,8 +30,8 @@ class Context:
         """
         raise NotImplementedError
 
-    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
-        """The inputs of the tokens before each, `[N, C]` -> `[N, number, C]`, zeros if none."""
+    def previous(self, layer: int, inputs: Tensor, count: int) -> Tensor:
+        """The inputs of the tokens before each, `[N, C]` -> `[N, count, C]`, zeros if none."""
         raise NotImplementedError
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
@@ -75,13 +75,13 @@ def scan_rows(
     return scan(states, take_rows(inputs, rows) * is_token[..., None], needs)
 
 
-def take_previous(inputs: Tensor, parents: Tensor, number: int) -> Tensor:
-    """The inputs of the tokens before each, `[N, C]` -> `[N, number, C]`; a parent of -1: none."""
+def take_previous(inputs: Tensor, parents: Tensor, count: int) -> Tensor:
+    """The inputs of the tokens before each, `[N, C]` -> `[N, count, C]`; a parent of -1: none."""
     none = len(inputs)  # the place of a token of zeros, which has no parent either
     with_zeros = F.pad(inputs, (0, 0, 0, 1))
     nearest = F.pad(parents.where(parents >= 0, none), (0, 1), value=none)
     places = [nearest]
-    while len(places) < number:
+    while len(places) < count:
         places.insert(0, nearest[places[0]])
     return take_rows(with_zeros, torch.stack(places, dim=1)[:none])
 
@@ -99,10 +99,10 @@ class TextRows(Context):
         attended = attend_in_rows(self.rows, window, q, k, v)
         return attended.flatten(0, 1).index_select(0, self.places)
 
-    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+    def previous(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         before = torch.arange(-1, len(inputs) - 1, device=inputs.device)
         parents = before.where(self.positions > 0, -1)
-        return take_previous(inputs, parents, number)
+        return take_previous(inputs, parents, count)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         outputs, _ = scan_rows(scan, None, inputs, self.rows, self.positions, "outputs")

@@ -37,7 +37,7 @@ class CompletionRows:
     last: Tensor  # [C, T] the last of the L keys that each query attends to
     masks: dict[int, Tensor] = field(default_factory=dict, init=False)  # by window, made once
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def attend(self, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`q [N, H, E]`, k and v `[N, K, E]` -> `[C, T, H, E]`."""
         num_keys = self.keys.shape[1]
         window = window if window < num_keys else 0
@@ -61,10 +61,10 @@ class PaddedRows:
     added: Sequence[CompletionRows]  # up to two sets, of rows of similar lengths
     unpad: Tensor  # [N] place of each packed token in the flattened and concatenated padded rows
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def attend(self, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attended = [attend_in_rows(self.causal, window, q, k, v)]
         for added in self.added:
-            attended.append(added.attend(q, k, v, window))
+            attended.append(added.attend(window, q, k, v))
         return torch.cat([rows.flatten(0, 1) for rows in attended]).index_select(0, self.unpad)
 
 
@@ -84,10 +84,8 @@ class Packing(Context):
 
     def __init__(self, prompts: Sequence[PackedPrompt], device: torch.device | str = "cpu") -> None:
         """Join packed prompts, such as those of a micro-batch, on a device."""
-        joined = join(prompts)
-        upload = partial(to_device, device=torch.device(device))
-        self.joined = joined
-        self.upload = upload
+        self.joined = joined = join(prompts)
+        self.upload = upload = partial(to_device, device=torch.device(device))
         sources = joined.sources
         targets = joined.targets
         if len(sources) == 0:  # all completions are empty, and `index` needs a valid entry
@@ -100,11 +98,11 @@ class Packing(Context):
         self.mask = upload(joined.mask)  # [P, G, S] bool, where a token was sampled
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.padded_rows.attend(q, k, v, window)
+        return self.padded_rows.attend(window, q, k, v)
 
-    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+    def previous(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         # gradients of tokens before several others are summed, which needs float32
-        return take_previous(at_least_fp32(inputs), self.state_rows.parents, number)
+        return take_previous(at_least_fp32(inputs), self.state_rows.parents, count)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         """Run a scan along each prompt, and from its end along each completion."""

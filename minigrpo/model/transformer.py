@@ -91,9 +91,8 @@ class Transformer(Weights):
         """With a `seed` of None the weights are on `meta`, without memory."""
         super().__init__()
         self.shape = shape
-        # whether passes with gradients compute blocks again in the backward pass, and compile
-        self.checkpointing = False
-        self.compiled = False
+        self.checkpointing = False  # blocks are computed again in the backward pass
+        self.compiled = False  # blocks are compiled in passes with gradients
         self.ropes = {layer.rope for layer in shape.attention_layers.values() if layer.rope}
         has_positions = shape.family_row.learns_positions
         with torch.device("meta"):  # torch's own initialisation takes no time there

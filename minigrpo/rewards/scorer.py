@@ -205,9 +205,9 @@ class RewardScorer:
 def settled(scores: Scores, weight: float) -> Scores:
     """`[P, G]` scores in which a failure counts as the worst of its group.
 
-    In a group without any value, it counts as the worst of the batch: the group teaches nothing,
+    In a group without any value, it counts as the worst of this process: the group teaches nothing,
     and an evaluation does not leave it out. The worst is the largest value if the weight is
-    negative. A failure stays without a value if the batch has none.
+    negative. A failure stays without a value if there is none.
     """
     sign = np.copysign(1.0, weight)
     answers = np.where(scores.known, sign * scores.values, np.inf)

@@ -64,6 +64,7 @@ class RunLog:
         self.warn = warn
         self.check = check
         self.folder: Path | None = None
+        self.after_failure = ""  # ends a line that a full disk has cut off
         self.board: SummaryWriter | None = None
 
     def open(self, folder: Path, step: int, base: Path) -> None:
@@ -81,7 +82,7 @@ class RunLog:
         self._draw(step, curves)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Log an evaluation. Its samples come first, because a resume takes it as done."""
+        """Log an evaluation; a resume takes it as done, so its samples are logged before."""
         self.write(EVALUATIONS, step, [values])
         self._draw(step, {EVAL + name: value for name, value in values.items()})
 
@@ -98,8 +99,9 @@ class RunLog:
         lines = "".join(to_json({"step": step, **record}) for record in records)
         try:
             with open(self.folder / name, mode, encoding="utf-8") as file:
-                file.write(lines)
+                file.write(self.after_failure + lines)
         except OSError as error:
+            self.after_failure = "\n"
             self.warn(f"{self.folder}: logs are NOT WRITTEN ({error}); training continues")
 
     def close(self) -> None:
@@ -175,7 +177,7 @@ def _shared_fields(done: Graded | RolloutBatch, p: int, g: int) -> LogLine:
         "truth": example.answer,
         "completion": text,  # the last turn of a dialogue
         "dialogue": text.messages if text.is_dialogue else [],  # all messages after the prompt
-        "parts": _known(rewards.scores, (p, g)),
+        "rewards": _known(rewards.scores, (p, g)),
         "reward": float(rewards.total[p, g]) if rewards.total_known[p, g] else None,
     }
 
@@ -229,8 +231,8 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Read the folder of a run. Raises ConfigError if it is not one."""
-    metrics = _read_numbers(folder / METRICS)
-    evaluations = _read_numbers(folder / EVALUATIONS)
+    metrics = read_numbers(folder / METRICS)
+    evaluations = read_numbers(folder / EVALUATIONS)
     record = RunRecord.read(folder)
     if not (metrics and record):
         raise ConfigError(f"{folder}: is not a run, or has no steps yet")
@@ -238,7 +240,8 @@ def read_run(folder: Path) -> Run:
     return Run(folder, config, metrics, evaluations, record.versions)
 
 
-def _read_numbers(path: Path) -> list[LoggedNumbers]:
+def read_numbers(path: Path) -> list[LoggedNumbers]:
+    """The lines of a log, without values that were not finite."""
     lines = read_jsonl(path)
     return [{name: x for name, x in line.items() if x is not None} for line in lines]
 

@@ -1,7 +1,7 @@
 """A run's folder: make or reopen it, lock it, load what --resume names, save checkpoints.
 
-docs/running.md lists its files. A checkpoint is the first: a folder with any other, but no whole
-checkpoint, has lost its own.
+docs/running.md lists its files. A checkpoint is written before any other file, so a folder that has
+others but no whole checkpoint is damaged, and is refused.
 """
 
 import fcntl

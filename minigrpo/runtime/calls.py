@@ -139,9 +139,9 @@ def called(function: Callable[[], object], timeout_s: float) -> Outcome:
 
 
 def finished(answer: Any, timeout_s: float) -> Any:
-    """The result of a call in a pool, whose deadline is `timeout_s` too and comes first.
+    """The answer of a call. That of an `async` function is awaited, or cancelled if it is late.
 
-    The answer of an `async` function is awaited, or cancelled if it is late.
+    `Pool` limits the time of other functions.
     """
     if not inspect.isawaitable(answer):
         return answer

@@ -1,6 +1,6 @@
 """Communication between the processes of a run; with one process, there is none.
 
-All processes call the same methods in the same order. No other module uses torch.distributed.
+All processes call the same methods in the same order.
 """
 
 import os
@@ -70,7 +70,7 @@ class DistContext:
         return self.gather(values[None]).amax(0)
 
     def combine(self, metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The means of metrics that have values in any process, or the sums of those in COUNTED."""
+        """Means, or sums of those in COUNTED, of metrics that all processes name in one order."""
         own = [[values.sum(), values.size] for values in metrics.values()]
         totals = self.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         combined = {}

@@ -153,20 +153,21 @@ class Decoder:
     def step(
         self,
         tokens: Tensor,
-        columns: Tensor,
+        first_columns: Tensor,
         num_columns: int,
         last: Tensor | None = None,
     ) -> Tensor:
         """Run W tokens of every slot, `[B, W]` -> `[B, W, V]`, the logits that follow them.
 
         Args:
-            columns: the column of each slot's first token, `[B]`. What a slot wrote there before (a
-                rejected proposal) is overwritten.
+            first_columns: the column of each slot's first token, `[B]`. What a slot wrote there
+                before (a rejected proposal) is overwritten.
             num_columns: the number of columns that the slots use after this step, at most.
             last: the number of the only token of each slot that needs logits, `[B]`, which then
                 are `[B, 1, V]`; or None for all tokens.
         """
-        columns = columns[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, W]
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        columns = first_columns[:, None] + offsets  # [B, W]
         positions = self.starts[:, None] + columns
         self.states.begin(columns)
         context = StepContext(self, columns, self._masks(columns, positions, num_columns))
@@ -256,8 +257,8 @@ class PromptContext(TextRows):
         self.decoder.store_prompts(layer, take_rows(k, self.rows), take_rows(v, self.rows))
         return super().attend(layer, window, q, k, v)
 
-    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
-        before = super().previous(layer, inputs, number)
+    def previous(self, layer: int, inputs: Tensor, count: int) -> Tensor:
+        before = super().previous(layer, inputs, count)
         states = self.decoder.states
         past = torch.cat([before[self.last], inputs[self.last, None]], dim=1)[:, 1:]
         with_room = F.pad(past, (0, 0, 0, states.most_tokens))
@@ -314,9 +315,9 @@ class StepContext(Context):
         attended = attended.permute(0, 3, 1, 2, 4)  # [B, W, K, R, E]
         return attended.flatten(2, 3).flatten(0, 1)
 
-    def previous(self, layer: int, inputs: Tensor, number: int) -> Tensor:
+    def previous(self, layer: int, inputs: Tensor, count: int) -> Tensor:
         in_slots = inputs.unflatten(0, self.columns.shape)
-        return self.decoder.states.previous(layer, in_slots, number).flatten(0, 1)
+        return self.decoder.states.previous(layer, in_slots, count).flatten(0, 1)
 
     def recur(self, layer: int, scan: Scan, inputs: Tensor) -> Tensor:
         in_slots = inputs.unflatten(0, self.columns.shape)

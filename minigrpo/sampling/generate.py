@@ -42,14 +42,12 @@ from .sequences import (
     truncate,
 )
 
-# The share of `prompts_at_once` for which there must be places before queued prompts enter.
-FRACTION_THAT_ENTERS = 0.125
-# Prompts in memory, in `prompts_at_once`: some are there for a few completions that still run.
-MOST_PROMPTS = 2
+FRACTION_THAT_ENTERS = 0.125  # of `prompts_at_once`: fewer queued prompts wait for more places
+MOST_PROMPTS = 2  # times `prompts_at_once` are in memory: some wait for their last completions
 MOST_READ = 16  # tokens of an answer that a round runs; all slots run as many
-FEWEST_PER_ROUND = 2.0  # new tokens of a sequence for which proposals are worth their time on a CPU
-MOST_UNSEEN = 8  # rounds that run before the host looks
-TOKENS_PER_UNSEEN = 32  # of a completion for each of these rounds, which may be wasted at its end
+FEWEST_PER_ROUND = 2.0  # new tokens of a sequence; with fewer, proposals rest on a CPU
+MOST_UNSEEN = 8  # rounds that run before the host looks; those after a completion's end are wasted
+TOKENS_PER_UNSEEN = 32  # a sequence this much longer runs one more of these rounds
 
 
 class Sizes(NamedTuple):
@@ -217,12 +215,11 @@ class Generation:
             sizes = len(self.running), len(self.representatives)
             key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width, decoder.states.width
             self.graphs.run(key, lambda: self._round(usable, width))
-        elif self.model.device.type == "cpu":
+        else:
             num_before = self.tables.lengths.sum()
             self._round(num_columns, width)
-            self._rest_after(int(self.tables.lengths.sum() - num_before))
-        else:
-            self._round(num_columns, width)
+            if self.model.device.type == "cpu":
+                self._rest_after(int(self.tables.lengths.sum() - num_before))
         self.rounds += 1
         self.tokens += len(decoder.prompt_of_slot) * width
 

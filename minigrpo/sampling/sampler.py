@@ -38,7 +38,7 @@ class Sampler:
     """Completes examples: encodes prompts, and halves the batch when memory runs out."""
 
     config: Config
-    model: Transformer  # must not be compiled: shapes differ in every round of decoding
+    model: Transformer
     tokenizer: Tokenizer
     _: KW_ONLY
     warn: Warn
@@ -101,15 +101,15 @@ class Sampler:
         if self.has_graphs:  # which a longer prompt in a later step would make useless
             longest_prompt = -(-longest_prompt // PROMPT_BLOCK) * PROMPT_BLOCK
         draft_len = 0 if drafts is None else drafts.shape[1]
-        is_rollout = sampling is self.config.sampling
-        kind = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
+        is_rollout = sampling is self.config.sampling  # not a copy of it, as in evaluations
+        key = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
 
-        def sampled(prompts_at_once: int) -> Sampled:
+        def attempt(model: Transformer, prompts_at_once: int) -> Sampled:
             """Complete all; when memory runs out, this is called again with fewer at once."""
             if dialogues is not None:
                 dialogues.begin(examples, num_samples)
             sizes = Sizes(len(examples), prompts_at_once, longest_prompt, draft_len)
-            generation = self.generations.pop(kind, None)
+            generation = self.generations.pop(key, None)
             if generation is not None:
                 sizes = Sizes(*map(max, sizes, generation.sizes))
             if generation is None or sizes != generation.sizes:
@@ -129,7 +129,7 @@ class Sampler:
                 generation.begin(prompt_ids, prompt_len, uniforms, drafts)
                 completions = generation.run(None if is_rollout else self.show).to("cpu")
             if self.has_graphs and self.num_kept > (0 if is_rollout else 1):
-                self.generations[kind] = generation
+                self.generations[key] = generation
             if dialogues is None:
                 texts = decode(self.tokenizer, completions)
             else:
@@ -139,4 +139,4 @@ class Sampler:
         most = min(batch_size or len(examples), len(examples))
         end_dialogues = closing(dialogues) if dialogues is not None else nullcontext()
         with self.current_model as model, end_dialogues:
-            return self.backoffs[num_samples].run(sampled, most)
+            return self.backoffs[num_samples].run(lambda size: attempt(model, size), most)

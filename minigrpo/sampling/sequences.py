@@ -17,7 +17,7 @@ from ..settings import SamplingConfig
 from ..turns.dialogues import Dialogues
 from ..types import Completions
 
-NUM_MATCHED = 3  # K, the number of last tokens that locate a sequence in its draft
+NUM_MATCHED = 3  # M, the number of last tokens that locate a sequence in its draft
 
 
 class Tables:
@@ -200,7 +200,7 @@ def pick_token(logp: Tensor, uniforms: Tensor | None, slot: Tensor) -> Tensor:
 def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
     """Propose the tokens that come next in each draft.
 
-    A sequence is located in its draft by its last K tokens, at the first of the matches that are
+    A sequence is located in its draft by its last M tokens, at the first of the matches that are
     nearest to its own length. If they match nowhere, the draft is read from that length on.
 
     `drafts` `[B, L]` int64, `ids` `[B, S]`, the tokens of each sequence, and their number `lengths`
@@ -210,13 +210,13 @@ def propose(drafts: Tensor, ids: Tensor, lengths: Tensor, num_tokens: int) -> Te
     drafts = pad(drafts, (0, max(0, missing)))
     lengths = lengths[:, None]
     last_columns = lengths + torch.arange(-NUM_MATCHED, 0, device=ids.device)
-    recent = ids.gather(1, last_columns.clamp(min=0))  # [B, K]
+    recent = ids.gather(1, last_columns.clamp(min=0))  # [B, M]
 
-    # 1. A draft matches at column c if its tokens c - K .. c - 1 are the recent ones.
+    # 1. A draft matches at column c if its tokens c - M .. c - 1 are the recent ones.
     columns = torch.arange(NUM_MATCHED, drafts.shape[1], device=ids.device)
-    pieces = drafts.unfold(1, NUM_MATCHED, 1)[:, :-1]  # [B, L - K, K]
+    pieces = drafts.unfold(1, NUM_MATCHED, 1)[:, :-1]  # [B, L - M, M]
     is_match = (pieces == recent[:, None]).all(-1)
-    is_match &= lengths >= NUM_MATCHED  # else there are fewer than K recent tokens
+    is_match &= lengths >= NUM_MATCHED  # else there are fewer than M recent tokens
 
     # 2. Take the nearest match, and read on from there.
     distance = (columns - lengths).abs().masked_fill(~is_match, 1 << 30)

@@ -44,15 +44,15 @@ class SlotStates:
         last.copy_(columns[:, 0])
         self.width = columns.shape[1]
 
-    def previous(self, layer: int, new: Tensor, number: int) -> Tensor:
-        """The inputs before each of the tokens, `[B, W, C]` -> `[B, W, number, C]`."""
+    def previous(self, layer: int, new: Tensor, count: int) -> Tensor:
+        """The inputs before each of the tokens, `[B, W, C]` -> `[B, W, count, C]`."""
         num_slots, width, channels = new.shape
         past = self.past[layer][:num_slots]
-        places = self.kept[:, None] + torch.arange(number, device=new.device)
+        places = self.kept[:, None] + torch.arange(count, device=new.device)
         before = past.gather(1, places[..., None].expand(-1, -1, channels))
         joined = torch.cat([before, new], dim=1)
-        past[:, : number + width] = joined
-        return joined.unfold(1, number, 1)[:, :width].transpose(2, 3)
+        past[:, : count + width] = joined
+        return joined.unfold(1, count, 1)[:, :width].transpose(2, 3)
 
     def recur(self, layer: int, scan: Scan, new: Tensor) -> Tensor:
         """Run a scan along the tokens of each slot, `[B, W, F]` -> `[B, W, ..]`."""

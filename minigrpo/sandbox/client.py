@@ -46,8 +46,8 @@ def run_tests(
         loaded = ask("exec", f"{code}\n{setup}") == [None]
         verdicts = []
         for test, (left, _), value in zip(tests, expressions, expected, strict=True):
-            kind, source = ("eval", left) if value else ("exec", test)
-            verdicts.append(loaded and ask(kind, source) == (value or [None]))
+            mode, source = ("eval", left) if value else ("exec", test)
+            verdicts.append(loaded and ask(mode, source) == (value or [None]))
     return verdicts
 
 
@@ -71,11 +71,11 @@ def running(timeout_s: float) -> Iterator[Ask]:
     stream = connection.makefile("rwb")
     stream.write(frame(timeout_s))  # sent with the first request
 
-    def ask(kind: str, source: str) -> list[object]:
+    def ask(mode: str, source: str) -> list[object]:
         key = secrets.token_hex(8)  # the program echoes it after the work
         with suppress(Exception):  # the program may send anything
             connection.settimeout(deadline - time.monotonic())  # an error if none is left
-            stream.write(frame((kind, source)) + frame(key))
+            stream.write(frame((mode, source)) + frame(key))
             stream.flush()
             echoed = receive(stream)
             answer = receive(stream)

@@ -184,10 +184,10 @@ def answer_requests(stream: BufferedIOBase, hold_calls: Callable[[], None] | Non
         hold_calls()
     refuse_harm()
     while True:
-        kind, source = receive(stream)
+        mode, source = receive(stream)
         answer = frame([])
         with suppress(BaseException):
-            answer = frame([eval(compile(source, "<program>", kind), namespace)])
+            answer = frame([eval(compile(source, "<program>", mode), namespace)])
         stream.write(frame(receive(stream)) + answer)
         stream.flush()
 

@@ -14,7 +14,7 @@ from ..errors import refusing
 from ..rng import stream
 from ..task import Task, TokenBatch
 from ..types import EXACT, REWARD, ConfigError, Example
-from .rows import Parse, Record, Row, canonical, parse_pair, plain, question_of
+from .rows import Parse, Record, Row, as_json, canonical, parse_pair, question_of
 
 Files = Sequence[Path | Sequence[Record]]  # files, or rows themselves
 MOST_STEPS = 2**20  # a longer run may use a number twice
@@ -77,7 +77,7 @@ class Rows(Task):
                 if isinstance(record, bytes):
                     with refusing("not JSON Lines; pass other tables as rows, from Python"):
                         record = json.loads(record)
-                row = self.parse(plain(record))
+                row = self.parse(as_json(record))
                 question = canonical(row.question)
                 if not question:
                     raise ValueError("the question is empty")

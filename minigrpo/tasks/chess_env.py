@@ -120,7 +120,7 @@ class ChessEnv(Generated):
 
 
 def position_is_held_out(fen: str) -> bool:
-    """Whether a position is held out: one in four is, by its hash without the clocks."""
+    """Whether a position is held out, as one in four is: the shipped model has not seen these."""
     return (hash64(position_key(fen)) >> 56) % 4 == 0
 
 

@@ -54,7 +54,7 @@ def read_rows(setting: str, data: Any) -> list[Record]:
     return records
 
 
-def plain(value: Any, from_pandas: bool = False) -> Any:
+def as_json(value: Any, from_pandas: bool = False) -> Any:
     """A value of a row as JSON has it, without keys that are null or NaN, at any depth.
 
     Tables write null where a row lacks what others have. A value that is neither numpy's nor a
@@ -65,14 +65,14 @@ def plain(value: Any, from_pandas: bool = False) -> Any:
     if isinstance(value, str):
         value.encode()
     if isinstance(value, Mapping):
-        items = [(key, plain(item, from_pandas)) for key, item in value.items()]
+        items = [(key, as_json(item, from_pandas)) for key, item in value.items()]
         return {key: item for key, item in items if not is_missing(item)}
     if type(value) in (list, tuple):
-        return type(value)(plain(item, from_pandas) for item in value)
+        return type(value)(as_json(item, from_pandas) for item in value)
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind == "M":  # `tolist` gives a number for nanoseconds
             value = value.astype("datetime64[us]")
-        return plain(value.tolist(), from_pandas or value.dtype.kind == "O")
+        return as_json(value.tolist(), from_pandas or value.dtype.kind == "O")
     if from_pandas and isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, date | time):

@@ -89,7 +89,7 @@ class Chat:
         has_instructions = any(message["role"] in INSTRUCTIONS for message in messages)
         if self.system and not has_instructions:
             messages = [{"role": "system", "content": self.system}, *messages]
-        self._check(messages, args, tools)
+        self._check(messages, tools, args)
         text = self._open(messages, tools, args)
         if tools and text == self._open(messages, (), args):
             raise ConfigError(f"{self.name} leaves out the tools: choose one that writes them")
@@ -123,14 +123,14 @@ class Chat:
         sampled, even if the template would change them (Qwen3's does).
         """
         dialogue = [*TURN, *answers]
-        self._check(dialogue, args)
+        self._check(dialogue, (), args)
         return self.render(dialogue, args=args).partition(PROBE)[2]
 
     def _check(
         self,
         messages: Sequence[Message],
+        tools: Sequence[Schema],
         args: Mapping[str, Any],
-        tools: Sequence[Schema] = (),
     ) -> None:
         contents = {"message": messages, "tool": tools, "template variable": args}
         for part, content in contents.items():

@@ -20,9 +20,9 @@ from .tokenizer import PARTIAL, Tokenizer
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Right-pad R lists of tokens; return `[R, L]` int64 and their lengths, `[R]` int64."""
-    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in (*rows, [0])]  # so L is at least 1
     lengths = torch.tensor([len(row) for row in rows])
-    return pad_sequence(tensors, batch_first=True), lengths
+    return pad_sequence(tensors, batch_first=True)[:-1], lengths
 
 
 def to_completions(

@@ -27,7 +27,7 @@ from .chat import Chat
 # GPT-2's vocabulary, whose two files tiktoken fetches
 GPT2 = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
-FOLDER = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
 IDS_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
@@ -46,7 +46,7 @@ FILES = (
     "special_tokens_map.json",
 )
 ASSETS = resources.files("minigrpo.assets")
-SHIPPED = {name: str(ASSETS / name) for name in ("chess", "dialogue", GPT2)}  # name -> folder
+BUNDLED = {name: str(ASSETS / name) for name in ("chess", "dialogue", GPT2)}  # name -> folder
 PARTIAL = "\ufffd"  # the text of bytes that are not yet a whole character
 
 
@@ -94,12 +94,12 @@ class Tokenizer:
         return self.engine.decode(ids, skip_special_tokens=False)
 
     @cached_property
-    def first(self) -> list[int]:
+    def letter_a(self) -> list[int]:
         return self.encode("a")
 
     def text_within(self, ids: Sequence[int]) -> str:
         """The text of tokens within a longer text (SentencePiece drops a space that begins one)."""
-        return self.text_of([*self.first, *ids])[1:]
+        return self.text_of([*self.letter_a, *ids])[1:]
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer`, transformers and others load."""
@@ -129,7 +129,7 @@ def load_tokenizer(
     `name` is chess, gpt2, a model's folder, the tokenizer.json in it, or ORG/NAME on the Hub.
     `chat_template` is a file that replaces the model's own. `Chat` explains the others.
     """
-    folder = settings_folder(SHIPPED.get(name, name))
+    folder = settings_folder(BUNDLED.get(name, name))
     if folder.name == TOKENIZER:
         folder = folder.parent
     with refusing(f"--tokenizer {name}"):
@@ -236,8 +236,8 @@ def _special_tokens(
 def gpt2_engine() -> tokenizers.Tokenizer:
     """GPT-2's tokenizer. Raises ConfigError if its vocabulary is neither stored nor fetched."""
     with refusing("GPT-2's vocabulary cannot be fetched"):
-        ids = read_file_cached(f"{FOLDER}/encoder.json", IDS_SHA256)
-        merges = read_file_cached(f"{FOLDER}/vocab.bpe", MERGES_SHA256)
+        ids = read_file_cached(f"{GPT2_URL}/encoder.json", IDS_SHA256)
+        merges = read_file_cached(f"{GPT2_URL}/vocab.bpe", MERGES_SHA256)
     pairs: list[Any] = [tuple(line.split()) for line in merges.decode().splitlines()[1:]]
     engine = tokenizers.Tokenizer(models.BPE(vocab=json.loads(ids), merges=pairs))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's pattern

@@ -120,6 +120,5 @@ def _function(name: str) -> Callable[[list[str], str], None]:
     """The function of a command. An installation has a checkout's benchmarks/ under a long name."""
     if name == "benchmark":
         return import_module("minigrpo_benchmarks.cli").main
-    place = "models" if name in ("train", "evaluate", "sample", "export") else name
-    module = import_module(f"{__package__}.{place}")
-    return getattr(module, f"{name}_command")
+    module = "models" if name in ("train", "evaluate", "sample", "export") else name
+    return getattr(import_module(f"{__package__}.{module}"), f"{name}_command")

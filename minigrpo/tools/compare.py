@@ -20,8 +20,8 @@ from ..statistics import Difference, difference
 from .doctor import RunArguments
 
 Runs = Sequence[Run]  # of one setting: they differ in their seed at most
-Example = tuple[int, str]  # the place of its line in held_out.jsonl, and its digest
-Answers = dict[Example, float]  # values of a measure
+ExampleKey = tuple[int, str]  # the place of its line in held_out.jsonl, and its digest
+Answers = dict[ExampleKey, float]  # values of a measure
 COLUMNS = ("", "n", "first", "second", "change", "p", "shown")
 
 
@@ -55,7 +55,7 @@ def differences(first: Runs, second: Runs) -> dict[str, Difference]:
 
 def paired_test(pairs: Sequence[tuple[Answers, Answers]]) -> Difference:
     """The test of a measure. An example that several pairs were asked counts once, by its means."""
-    by_example = defaultdict[Example, list[tuple[float, float]]](list)
+    by_example = defaultdict[ExampleKey, list[tuple[float, float]]](list)
     changes_by_pair = []
     for one, other in pairs:
         shared = {example: (one[example], other[example]) for example in one if example in other}

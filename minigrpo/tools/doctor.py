@@ -28,8 +28,8 @@ class Rule(NamedTuple):
 
 
 def early(values: np.ndarray) -> float:
-    """The median of the first two fifths; 0 without values."""
-    return float(np.median(values[: 1 + len(values) * 2 // 5])) if len(values) else 0.0
+    """The median of the first five steps; 0 without values."""
+    return float(np.median(values[:5])) if len(values) else 0.0
 
 
 def late(values: np.ndarray) -> float:

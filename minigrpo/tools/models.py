@@ -59,10 +59,10 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     record = Path(arguments.run) / RECORD
     settings = read_toml(record) if record.is_file() else {}
     # a run's adapters are loaded with it; it may be of another machine
-    settings |= {"model": arguments.run, "lora_rank": 0, "device": "auto"}
+    settings |= {"lora_rank": 0, "device": "auto"}
     if arguments.data:
         settings |= {"data": "", "eval_data": arguments.data}
-    return resolve(Config.of(**{**settings, **given}), training=False)
+    return resolve(Config.of(**{**settings, **given, "model": arguments.run}), training=False)
 
 
 def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:

@@ -42,9 +42,11 @@ def plan_command(argv: Sequence[str], prog: str) -> None:
         given = {"device": "cuda", **given}  # the defaults of a machine with a GPU
     config, why = settle(given)
     source = ModelSource.of(config.model.name)
-    files = [Path(name.strip()) for name in config.task.data.split(",")]
-    if source.size and not all(file.is_file() for file in files):
-        prompt = 256.0  # a guess: the data of a published model is not here
+    task = config.task
+    files = [Path(name.strip()) for name in task.data.split(",")]
+    are_here = all(map(Path.is_file, files)) if task.data else task.name != "auto"
+    if source.size and not are_here:
+        prompt = 256.0  # a guess: the examples of a published model are not here
     else:
         job = Job.of(resolve(config), Given())
         prompt = mean_prompt(job.tokenizer, job.task)

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 from ..config import Config
 from ..runtime.calls import Pool
-from ..text.chat import Message
+from ..text.chat import TURN, Message
 from ..text.encoding import template_args
 from ..text.tokenizer import Tokenizer
 from ..types import Completion, Completions, ConfigError, Example, Warn
@@ -36,9 +36,8 @@ class Dialogues:
         for spec in self.environments.specs.values():
             if spec.schemas:
                 self.call_form = call_form(self.tokenizer)
-            user = {"role": "user", "content": "A"}
             result = result_of({}, "tool", {}).message
-            self.encode(json.dumps([user if spec.is_game else result]))
+            self.encode(json.dumps([TURN[0] if spec.is_game else result]))
 
     def begin(self, examples: Sequence[Example], num_samples: int) -> None:
         self.close()
@@ -127,8 +126,8 @@ class Dialogues:
         args = template_args(episode.example)
         try:
             ids = self.encode(json.dumps(messages), json.dumps(args), episode.is_closed)
-        except Exception as error:  # the answer spells a special token
-            self._fail(episode, error)
+        except Exception as refusal:  # the answer spells a special token
+            self._fail(episode, refusal)
             return []
         limits = self.config.sampling
         num_tokens = episode.num_tokens + len(ids)  # fewer than all: a turn must follow
@@ -171,10 +170,9 @@ def call_form(tokenizer: Tokenizer) -> CallForm:
     arguments = {"word": "tea", "other": "green tea"}  # some forms have only texts
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
-    asked = {"role": "user", "content": "A"}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    whole = chat.render([asked, answer], add_generation_prompt=False)
-    prompt = chat.render([asked])
+    whole = chat.render([TURN[0], answer], add_generation_prompt=False)
+    prompt = chat.render(TURN[:1])
     start = len(prompt)
     while not whole.startswith(prompt[:start]):
         start -= 1

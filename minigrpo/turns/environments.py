@@ -116,12 +116,12 @@ class EnvironmentSet:
         return cls(specs, tools_by_name)
 
     @classmethod
-    def load(cls, setting: str) -> "EnvironmentSet":
+    def load(cls, setting: str, tools: Sequence[Any] = ()) -> "EnvironmentSet":
         """The classes and functions of FILE.py:NAME,FILE.py:NAME. A file is run: trust it."""
         named = [load_name("--environment", name) for name in setting.split(",")]
         classes = [(value.__name__, value) for value in named if isinstance(value, type)]
         functions = [value for value in named if not isinstance(value, type)]
-        return cls.of(by_name("environments", classes) or None, functions)
+        return cls.of(by_name("environments", classes) or None, [*functions, *tools])
 
     @cached_property
     def reward_weights(self) -> dict[str, float]:

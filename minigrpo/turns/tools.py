@@ -23,7 +23,7 @@ ARGUMENT = re.compile(r"^( +)(\w+)[^:\n]*:\s*(.+(?:\n\1 +.+)*)", re.MULTILINE)
 CALL_ID = "call00000"
 SCHEMA_KEYS = ("type", "properties", "required", "$defs")  # keys of a JSON schema that are kept
 TIMEOUT_S = 10.0  # default limit of a turn; an environment may have its own `timeout_s`
-Call = tuple[str, Any]  # the name of a tool and its arguments
+ToolCall = tuple[str, Any]  # the name of a tool and its arguments
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Tool:
             warnings.warn(f"tool {self.name}: {missing}", stacklevel=2)
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
-        with refusing(f"tool {self.name}"):
+        with refusing(f"tool {self.name}: its arguments need names, so no (a, /) and no (*a)"):
             whole = TypeAdapter[Any](self.checked).json_schema()  # type: ignore[arg-type]
-            properties = whole["properties"]  # a function without has arguments that have no names
+            properties = whole["properties"]
         for name, argument in properties.items():
             argument.pop("title", None)
             if name in described:
@@ -88,10 +88,10 @@ class CallForm:
     begin: str
     end: str
 
-    def find(self, text: str) -> list[Call]:
+    def find(self, text: str) -> list[ToolCall]:
         """The calls in a turn, outside its thoughts. Marks inside a call do not count."""
         mark = re.compile(rf"<think>|</think>|{self.begin}\s*", re.DOTALL)
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         place = 0
         while found := mark.search(text, place):
             place = found.end()
@@ -105,7 +105,7 @@ class CallForm:
                 calls += new
         return calls
 
-    def _read(self, text: str, start: int) -> tuple[list[Call], int]:
+    def _read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         """The calls that begin at a place, and the place where they end."""
         with suppress(ValueError, RecursionError):
             loaded, stop = json.JSONDecoder().raw_decode(text, start)
@@ -125,7 +125,7 @@ class CallForm:
 class TaggedForm(CallForm):
     """Qwen3.5's form: the name of the tool and each argument, as a text, in tags of their own."""
 
-    def _read(self, text: str, start: int) -> tuple[list[Call], int]:
+    def _read(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         name, _, _ = text[start:].partition(">")
         place = start + len(name) + 1
         arguments = {}
@@ -137,7 +137,7 @@ class TaggedForm(CallForm):
         return ([(name, arguments)], ended.end()) if ended else super()._read(text, start)
 
 
-def _call(entry: Any) -> Call:
+def _call(entry: Any) -> ToolCall:
     """The call in an entry of JSON. An entry without a name calls a tool named by its own text."""
     if isinstance(entry, dict) and "name" in entry:
         return entry["name"], entry.get("arguments", entry.get("parameters", {}))
@@ -156,7 +156,7 @@ FORMS = (
 )
 
 
-def calls_of(text: str, form: CallForm | None = None) -> list[Call]:
+def calls_of(text: str, form: CallForm | None = None) -> list[ToolCall]:
     """The tools that a turn calls outside its thoughts, by name, with their arguments.
 
     `form` is the form of the chat template. Without it, the first form that finds calls counts.
