@@ -62,7 +62,8 @@ def train(
     # 1. Names and paths are settings, like those of the file, which they override.
     given = {"model": model, "data": data, "eval_data": eval_data, "task": task}
     given |= {"rewards": rewards, "loss": loss, "environment": environment}
-    names = {name: str(x) for name, x in {**given, **settings}.items() if isinstance(x, str | Path)}
+    asked = {**given, **settings}
+    names = {name: str(x) for name, x in asked.items() if isinstance(x, str | Path)}
     of_file = read_toml(config) if config else {}
     size = Size.of(model) if isinstance(model, Transformer) else None
     checked, why = settle({**of_file, **settings, **names}, size)

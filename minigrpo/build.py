@@ -29,7 +29,7 @@ from .settings import INITIAL, LOSS_NAMES, SELF, SHIPPED
 from .shards import is_sharded
 from .task import Task
 from .tasks.loading import TASKS, load_task
-from .text.encoding import encode_answer, messages_of, prompt_within, template_args
+from .text.encoding import encode_answer, messages_of, prompt_text, prompt_within, template_args
 from .text.tokenizer import Tokenizer, load_tokenizer
 from .turns.dialogues import Dialogues
 from .turns.environments import EnvironmentSet, TurnTask
@@ -305,6 +305,11 @@ def _check_fit(job: Job, context: int, example: Example) -> None:
     if config.supervised:
         if not example.answer:
             raise ConfigError(f"{example.label} has no answer, which --loss nll learns")
+        if any(token in example.answer for token in tokenizer.special):
+            raise ConfigError(f"{example.label}: a special token in the answer would be spelled")
+        has_open_thought = prompt_text(tokenizer, example).rstrip().endswith("<think>")
+        if has_open_thought and "</think>" not in example.answer:
+            raise ConfigError(f"{example.label}: the answer lacks the </think> of the prompt")
         room = min(room, context - len(encode_answer(tokenizer, example)))
     prompt_within(tokenizer, example, room)
 

@@ -36,8 +36,15 @@ class Config(Settings):
     def check(self) -> "Config":
         """Return the config itself. Raises ConfigError for settings that exclude each other."""
         loss = self.loss
-        if self.supervised and (loss.teacher or loss.kl_coef):
-            raise ConfigError("--loss nll has no samples, which --teacher and --kl-coef need")
+        if self.supervised and (loss.teacher or loss.kl_coef or loss.shuffle_rewards):
+            others = "--teacher, --kl-coef and --shuffle-rewards"
+            raise ConfigError(f"--loss nll has no samples, which {others} need")
+        if self.sampling.truncates and loss.sampler_correction.startswith("sequence"):
+            raise ConfigError("--top-k, --top-p, --min-p: use --sampler-correction token-truncate")
+        if not self.model.lora_rank and (self.model.lora_alpha or self.model.lora_targets):
+            raise ConfigError("--lora-alpha and --lora-targets need a --lora-rank")
+        if loss.teacher_context and not loss.teacher:
+            raise ConfigError("--teacher-context needs a --teacher")
         if self.sampling.group_size < 2 and not (self.supervised or loss.teacher):
             uses = "--loss nll, or a --teacher without rewards"
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
@@ -201,4 +208,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
                 settings[key if name == "name" else name] = setting  # [loss] name is `loss`
         else:
             settings[key] = value
+    if settings.get("tokenizer") == settings.get("model"):
+        settings.pop("tokenizer", None)  # it is the model's own, and --model may override that
     return settings

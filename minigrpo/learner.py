@@ -116,7 +116,8 @@ class Learner:
             mask = mask & batch.loss_mask[..., None]
             completions = replace(batch.completions, completion_mask=mask)
             batch = replace(batch, completions=completions)
-        here = torch.tensor([mask[..., 0].numel(), int(mask.sum())], device=self.device)
+        counts = [mask[..., 0].numel(), int(mask.sum())]
+        here = torch.tensor(counts, device=self.device)
         num_completions, num_tokens = self.dist.sum(here)
         longest = self.config.sampling.max_new_tokens
         normalizer = LossNormalizer(num_completions, num_tokens.clamp(min=1), longest)

@@ -156,7 +156,8 @@ def calibration(confidence: ArrayLike, correct: ArrayLike) -> dict[str, float]:
     """
     q = np.asarray(confidence, dtype=float)
     c = np.asarray(correct, dtype=float)
-    if q.shape != c.shape or not q.size or not (np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)).all():
+    is_valid = np.isin(c, (0, 1)) & (q >= 0) & (q <= 1)
+    if q.shape != c.shape or not q.size or not is_valid.all():
         raise ValueError("confidence must be in [0, 1], correct 0 or 1, and both [n], n > 0")
     # Rounding keeps 0.7 in its bin: in float32 it is 0.69999999.
     tenths = np.round(q * 10, 6)

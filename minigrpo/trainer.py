@@ -85,9 +85,11 @@ class Trainer:
         )
         frozen = build.FrozenModels(job, model, parallel, console, checksums, config.model.name)
         self.scorer = build.make_scorer(job, frozen, console.warn)
-        build.check_examples(job, self.model.shape.context, console)
         self.teacher = frozen.of_flag("--teacher", config.loss.teacher)
         self.reference = frozen.of_flag("--reference", config.loss.reference_model)
+        others = [other.model for other in (self.teacher, self.reference) if other]
+        context = min(each.shape.context for each in [model, *others])
+        build.check_examples(job, context, console)
         if dist.world_size > 1:
             dist.refuse_differences(build.digests(job, self.scorer, checksums) | own_settings)
         # 2. What else a step needs.

@@ -212,8 +212,9 @@ def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any)
     [
         ({"prompt": ask("a"), "tools": [{"x": 1}]}, {}),
         ({"prompt": ask("a"), "chat_template_kwargs": "x"}, {}),
-        ({"prompt": "a"}, {"teacher_context": "hint"}),
+        ({"prompt": "a"}, {"teacher": "self", "teacher_context": "hint"}),
         ({"prompt": "a", "environment": "none"}, {"environment": "shop.py:Shop"}),
+        ({"prompt": "a", "answer": "b<|im_end|>"}, {"loss": "nll"}),
     ],
 )
 def test_what_is_refused_late_names_its_row(
@@ -222,7 +223,7 @@ def test_what_is_refused_late_names_its_row(
     (tmp_path / "shop.py").write_text("class Shop:\n    def reset(self): ...\n")
     template = tiny.QWEN_TEMPLATE.replace("tool | tojson", "tool.function.name")
     (tmp_path / "own.jinja").write_text(template)
-    rows = [{"prompt": f"{i}?", "hint": "b"} for i in range(6)]
+    rows = [{"prompt": f"{i}?", "hint": "b", "answer": "c"} for i in range(6)]
     rows.insert(4, row)
     with contextlib.chdir(tmp_path):
         assert "row 5" in refused(checked, model, rows, chat_template="own.jinja", **settings)

@@ -114,6 +114,7 @@ def test_pairs_are_separated_by_commas_and_chat_args_keep_their_types() -> None:
         {"groupsize": 8},
         {"sampling": 3},
         {"resume": "auto"},
+        {"top_p": 0.9, "sampler_correction": "sequence-mask"},
         {"reward_weights": "similarity"},
     ],
     ids=str,

@@ -234,12 +234,9 @@ BEGUN = {"role": "assistant", "content": "Let me think.\n<think>"}
 
 def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
     begun = {"prompt": [USER, BEGUN], "messages": [USER, FOUR]}
-    for record in (
-        begun,
-        {"prompt": [USER]},
-        {"prompt": "2+2?"},
-        {"prompt": "2+2?", "answer": [4]},
-    ):
+    calls = {"messages": [USER, {**FOUR, "tool_calls": [{"function": {"name": "f"}}]}]}
+    no_text = {"prompt": "2+2?", "answer": [4]}
+    for record in (begun, calls, {"prompt": [USER]}, {"prompt": "2+2?"}, no_text):
         assert parse_any(record).question == "2+2?"
         assert parse_any(record).example.answer == ""
         with pytest.raises(ValueError):
@@ -253,7 +250,7 @@ def test_a_row_without_an_answer_is_read_where_none_is_needed() -> None:
     [
         # as TRL and OpenAI write them
         ({"prompt": [USER], "solution": 4}, [USER], "4"),
-        ({"prompt": [USER], "completion": [FOUR], "level": 2}, [USER], "4"),
+        ({"prompt": [USER], "completion": [FOUR], "solution": 2}, [USER], "4"),
         ({"messages": [USER, FOUR]}, [USER], "4"),
         ({"messages": np.array([USER, FOUR]), "answer": np.float64(4)}, [USER], "4.0"),  # Arrow
         ({"messages": [PARTS], "answer": "four"}, [USER], "four"),

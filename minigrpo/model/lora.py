@@ -112,8 +112,13 @@ def freeze_adapters(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def merge_adapters(model: Transformer) -> Transformer:
-    """Make a model with adapters a plain one that computes the same, in place, in float32."""
+def merge_adapters(model: Transformer, matrix_dtype: str = "float32") -> Transformer:
+    """Make a model with adapters a plain one that computes the same, in place, in float32.
+
+    Raises ConfigError if they would be lost when it is stored in `matrix_dtype` after that.
+    """
+    if matrix_dtype == "nf4" and adapters(model):
+        raise ConfigError("--base-dtype nf4 would round the model's adapters away: docs/recipes.md")
     for parameter in model.parameters():
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         parameter.data = dense(parameter.data, dtype)

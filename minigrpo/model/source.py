@@ -105,8 +105,9 @@ class ModelSource:
         """The size of a published model; None if it ships, is random, or is a run of such a one."""
         if self.folder is None:
             return None
-        if self.record:
-            return ModelSource.of(self.record.settings.model.name).size
+        began_from = self.record and self.record.settings.model.name
+        if began_from and not began_from.startswith(FROM_PYTHON):
+            return ModelSource.of(began_from).size
         if self.base:
             return self.base.size
         if self.is_random:
@@ -141,7 +142,7 @@ class ModelSource:
             if self.folder and self.is_random:
                 say(f"{self.name}: random weights, of the shape in its config.json")
             return Transformer.from_pretrained(self.fetch_weights(), matrix_dtype, seed=seed)
-        lora.merge_adapters(model).store(matrix_dtype)
+        lora.merge_adapters(model, matrix_dtype).store(matrix_dtype)
         return model
 
     def load_trained(self, say: Warn) -> Transformer:
@@ -187,7 +188,7 @@ class ModelSource:
         if given is not None:
             model = given
             if lora.adapters(model):
-                lora.merge_adapters(model)
+                lora.merge_adapters(model, settings.matrix_dtype)
             model.store(settings.matrix_dtype)
         elif self.name == SCRATCH:
             model = Transformer(ModelShape(tokenizer.n_vocab), seed)

@@ -239,5 +239,6 @@ def reward_table(
             teaches &= ~table[name].failed.all(axis=1, keepdims=True)
     total = np.where(teaches, total, total.min(axis=1, keepdims=True))
     worst = np.where(known, total, np.inf).min(axis=1, keepdims=True)
-    total = np.where(known, total, np.where(known.any(axis=1, keepdims=True), worst, 0.0))
+    worst_known = np.where(known.any(axis=1, keepdims=True), worst, 0.0)
+    total = np.where(known, total, worst_known)
     return RewardTable(total, known, table)

@@ -124,7 +124,8 @@ class RunDir:
         if self._lock is None:
             return
         try:
-            is_ours = os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock.fileno()))
+            lock_there = os.stat(self.path / LOCK)
+            is_ours = os.path.samestat(lock_there, os.fstat(self._lock.fileno()))
         except FileNotFoundError:
             is_ours = False
         if not is_ours:

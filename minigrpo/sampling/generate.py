@@ -295,7 +295,8 @@ class Generation:
 
         # 2. Find the picks that count.
         has_place = columns < self.max_new_tokens
-        follows = (picks[:, :-1] == proposals[slot]) & ~self.ends_round[picks[:, :-1]]
+        before = picks[:, :-1]
+        follows = (before == proposals[slot]) & ~self.ends_round[before]
         follows = torch.cat([has_place[:, :1], follows], dim=1)
         counts = follows.cumprod(1).bool() & has_place
         if goes_on is not None:

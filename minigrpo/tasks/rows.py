@@ -134,10 +134,13 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     messages = [as_templates_write(message) for chat in chats for message in chat]
     default = None if needs_answer else ""
     if ends_in_answer(messages) and chats[-1] is not record.get("prompt"):
-        default = messages.pop()["content"]
+        last = messages.pop()
+        if not {"tool_calls", "reasoning_content"} & last.keys():  # which the text leaves out
+            default = last["content"]
 
     # 2. The answer, if the row has one as a text; other values are for reward functions.
-    answer = text_field(record, ANSWERS, default)
+    keys = ANSWERS[:1] if default else ANSWERS
+    answer = text_field(record, keys, default)
 
     # 3. The question. The beginning of the answer does not belong to it.
     text = question_of(messages) or text_field(record, QUESTIONS)

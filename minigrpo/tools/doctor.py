@@ -34,7 +34,8 @@ def early(values: np.ndarray) -> float:
 
 def late(values: np.ndarray) -> float:
     """The median of the last fifth; 0 without values."""
-    return float(np.median(values[-1 - len(values) // 5 :])) if len(values) else 0.0
+    last_fifth = values[-1 - len(values) // 5 :]
+    return float(np.median(last_fifth)) if len(values) else 0.0
 
 
 def right(run: Run) -> np.ndarray:

@@ -60,9 +60,10 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     settings = read_toml(record) if record.is_file() else {}
     # a run's adapters are loaded with it; it may be of another machine
     settings |= {"lora_rank": 0, "device": "auto"}
+    own = {"model": arguments.run}
     if arguments.data:
-        settings |= {"data": "", "eval_data": arguments.data}
-    return resolve(Config.of(**{**settings, **given, "model": arguments.run}), training=False)
+        own |= {"data": "", "eval_data": arguments.data}
+    return resolve(Config.of(**{**settings, **given, **own}), training=False)
 
 
 def open_model(config: Config, tokenizer: Tokenizer, say: Warn) -> Transformer:
@@ -109,7 +110,8 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     config = config_of(arguments, {"eval_size": arguments.n} | given)
     console = Console()
     record = ModelSource.of(config.model.name).record
-    if arguments.data and record and arguments.data == record.settings.task.data:
+    named = str(Path(arguments.data).absolute())
+    if arguments.data and record and named == record.settings.task.data:
         console.warn("--data was trained on: without it, only what was held out is evaluated")
     sampler, scorer = open_with_task(config, console)
     measures = measure(sampler, scorer).measures
@@ -193,7 +195,7 @@ def export_command(argv: Sequence[str], prog: str) -> None:
     arguments, given = ExportArguments.parse(argv, prog)
     console = Console()
     out = arguments.out
-    config = config_of(arguments, given)
+    config = config_of(arguments, given | {"lora_rank": 0})
     tokenizer = make_tokenizer(config)
     source = ModelSource.of(config.model.name)
     # before the folder is made: it may be refused
