@@ -215,6 +215,7 @@ def checked(model: str, data: list[Any], eval_data: Any = None, **settings: Any)
         ({"prompt": "a"}, {"teacher": "self", "teacher_context": "hint"}),
         ({"prompt": "a", "environment": "none"}, {"environment": "shop.py:Shop"}),
         ({"prompt": "a", "answer": "b<|im_end|>"}, {"loss": "nll"}),
+        ({"prompt": ask("a", "<think>"), "answer": "b"}, {"loss": "nll"}),
     ],
 )
 def test_what_is_refused_late_names_its_row(

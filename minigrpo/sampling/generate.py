@@ -215,11 +215,12 @@ class Generation:
             sizes = len(self.running), len(self.representatives)
             key = *sizes, usable, *decoder.grid_shape, decoder.prompt_width, decoder.states.width
             self.graphs.run(key, lambda: self._round(usable, width))
-        else:
+        elif self.model.device.type == "cpu":
             num_before = self.tables.lengths.sum()
             self._round(num_columns, width)
-            if self.model.device.type == "cpu":
-                self._rest_after(int(self.tables.lengths.sum() - num_before))
+            self._rest_after(int(self.tables.lengths.sum() - num_before))
+        else:
+            self._round(num_columns, width)
         self.rounds += 1
         self.tokens += len(decoder.prompt_of_slot) * width
 

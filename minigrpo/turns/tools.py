@@ -54,9 +54,9 @@ class Tool:
             warnings.warn(f"tool {self.name}: {missing}", stacklevel=2)
         section = re.split(r"\n(?=\S)", rest)[0]
         described = {name: text for _, name, text in ARGUMENT.findall(section)}
-        with refusing(f"tool {self.name}: its arguments need names, so no (a, /) and no (*a)"):
+        with refusing(f"tool {self.name}"):
             whole = TypeAdapter[Any](self.checked).json_schema()  # type: ignore[arg-type]
-            properties = whole["properties"]
+            properties = whole["properties"]  # missing if arguments have no names: (a, /), (*a)
         for name, argument in properties.items():
             argument.pop("title", None)
             if name in described:
