@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from minigrpo.tasks.base import Files, Rows, SourceTask
 from minigrpo.tasks.prompts import REQUEST, tagged_answer
-from minigrpo.tasks.rows import ANSWERS, Record, Row, parse_pair
+from minigrpo.tasks.rows import ANSWERS, Record, Row, parse_pair, text_field
 from minigrpo.types import Example
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -45,7 +45,7 @@ def parse_qa(record: Record) -> Row:
     answers = next((record[key] for key in ANSWERS if key in record), "")
     if not isinstance(answers, list):
         answers = [answers]
-    answers = [*map(str, answers)]
+    answers = [text_field({"answer": answer}, ["answer"]) for answer in answers]
     if not all(map(normalized, answers)):
         raise ValueError("an answer is empty")
     row = parse_pair({**record, "answer": answers[0]})
@@ -55,6 +55,8 @@ def parse_qa(record: Record) -> Row:
         context = "\n\n".join(f"{title}: {''.join(sentences)}" for title, sentences in paragraphs)
     example = replace(row.example, fields={**record, "answers": answers})
     if example.messages:
+        if context:
+            raise ValueError("has a context and messages: put the context into the message")
         return row._replace(example=example)
     content = f"{context}\n\n{example.prompt}\n\n{REQUEST}".strip()
     example = replace(example, messages=({"role": "user", "content": content},))

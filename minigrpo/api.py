@@ -120,5 +120,6 @@ class TrainedRun:
     def sample(self, prompt: str | Sequence[Mapping[str, Any]], n: int = 1) -> Sequence[str]:
         """n completions, the same at each call. A text is a user's message if its prompts are."""
         sampler = self.trainer.sampler
-        raw = not messages_of(sampler.tokenizer, self.trainer.job.task.held_out(0))
-        return complete_prompt(sampler, prompt, n, raw=raw)
+        task = self.trainer.job.task
+        raw = not messages_of(sampler.tokenizer, task.held_out(0))
+        return complete_prompt(sampler, prompt, n, raw, task)

@@ -20,6 +20,7 @@ from .statistics import pass_at_k as pass_at_k
 from .task import Task
 from .tasks.rows import as_json, parse_any
 from .text.chat import Message
+from .turns.environments import TurnTask
 from .types import Completion, Example
 
 PLAIN = SamplingConfig()  # samples from the model's own distribution
@@ -59,12 +60,18 @@ def complete_prompt(
     prompt: str | Sequence[Message],
     n: int,
     raw: bool,
+    task: Task | None = None,
 ) -> Sequence[Completion]:
-    """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message."""
+    """n completions of a prompt, or for 0 the greedy one; a `raw` text is no user's message.
+
+    The environments and tools of a `task` answer it as a row that has no more than the prompt.
+    """
     if isinstance(prompt, str) and sampler.tokenizer.chat and not raw:
         prompt = [{"role": "user", "content": prompt}]
     row = as_json({"prompt": prompt})
     example = parse_any(row).example
+    if isinstance(task, TurnTask):
+        example = task.ask(example, 0, "prompt")
     return complete_examples(sampler, [example], n, sampler.config.sampling).texts[0]
 
 

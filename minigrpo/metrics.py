@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -43,11 +44,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, np.ndarray]:
 def dialogue_metrics(texts: Sequence[Sequence[Completion]]) -> dict[str, ArrayLike]:
     """The metrics of completions with several turns, without values if there are none."""
     dialogues = [text for group in texts for text in group if text.is_dialogue]
+    calls = [one.failed_calls for one in dialogues if one.failed_calls is not None]
     return {
         "dialogues/turns": [one.turns for one in dialogues],
         "dialogues/cut_ratio": [one.cut for one in dialogues],
-        "tools/call_frequency": [len(one.failed_calls) for one in dialogues],
-        "tools/failure_frequency": [failed for one in dialogues for failed in one.failed_calls],
+        "tools/call_frequency": [*map(len, calls)],
+        "tools/failure_frequency": [*chain(*calls)],
     }
 
 

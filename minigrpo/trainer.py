@@ -169,15 +169,14 @@ class Trainer:
         """Train to the end, or until asked to stop. Raises Stopped for work that is broken off."""
         run = self.config.run
         end = min(run.stop_after or run.max_steps, run.max_steps)
-        with (
-            profiler(run, self.run_dir.path, self.dist.is_main) as trace,
-            self.console.steps(self.step, end) as show_step,
-        ):
+        first = self.step + 1
+        with profiler(run, self.run_dir.path, self.dist.is_main) as trace:
             while self.step < end and not self.stop_request.agreed(self.dist):
                 if not self.evaluations or (run.eval_every and self.step % run.eval_every == 0):
                     self._evaluate()
                 metrics = self.one_step()
-                show_step(self.step, metrics)
+                always = self.step in (first, end)
+                self.console.progress(self.step, end, metrics, always=always)
                 for callback in self.callbacks if self.dist.is_main else ():
                     callback(self.step, metrics)
                 trace.step()

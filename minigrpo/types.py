@@ -41,11 +41,6 @@ class Example:
     place: str = field(default="", compare=False, repr=False)
 
     @property
-    def in_turns(self) -> bool:
-        """Whether tools or an environment may answer: then even a plain prompt is a message."""
-        return self.tools is not None
-
-    @property
     def label(self) -> str:
         return self.place or f"example {self.index} ({self.prompt[:60]!r}...)"
 
@@ -56,7 +51,7 @@ class Completion(str):
     messages: Sequence[Mapping[str, Any]]  # what follows the prompt, each with role and content
     is_dialogue: bool = False  # tools or an environment could answer
     turns: int = 1  # turns of the policy
-    failed_calls: Sequence[bool] = ()  # whether each call of a tool has failed
+    failed_calls: Sequence[bool] | None = None  # whether each call failed; None without tools
     cut: bool = False  # whether a limit ended the dialogue
     error: str | None = None  # what its environment raised, or that it took too long
     # rewards by environment: None where it does not reward the row, NaN after an error

@@ -176,6 +176,11 @@ def test_rows_with_objects_are_told_apart_by_their_contents() -> None:
     assert not keys("a") & keys("b")
 
 
+def test_a_row_whose_environment_asks_keeps_its_answer_and_its_kind() -> None:
+    example = parse_episode({"answer": 7, "kind": "odd"}).example
+    assert (example.prompt, example.answer, example.kind) == ("", "7", "odd")
+
+
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_a_split_without_questions_is_an_error(tmp_path: Path, num_rows: int) -> None:
     path = write(tmp_path / "a.jsonl", SUMS[:num_rows])
@@ -441,6 +446,10 @@ def test_hotpotqa_lines_become_a_users_message(context: Any) -> None:
     assert row.example.fields["level"] == "hard"
     # the context is part of what is asked
     assert row.question != parse_qa({**line, "context": ""}).question
+    # neither the text of a Python object, nor a message without its context
+    for change in ({"answer": {"value": "Paris"}}, {"prompt": ask("Where?")}):
+        with pytest.raises(ValueError):
+            parse_qa({**line, **change})
 
 
 def test_qa_answers_stand_in_the_last_tags_or_are_the_whole_text(tmp_path: Path) -> None:

@@ -284,11 +284,11 @@ def test_a_call_counts_only_in_the_form_of_the_template() -> None:
 
 
 def test_arguments_that_are_texts_are_read_as_what_the_tool_takes() -> None:
-    def order(note: str, amounts: list[int], sure: bool, most: float | None = None) -> str:
+    def order(note: str, by: Any = "", most: float | None = None, *, amounts: list[int]) -> str:
         """Order."""
-        return repr((note, amounts, sure, most))
+        return repr((note, by, most, amounts))
 
-    asked = {"note": "[5]", "amounts": [1, 2], "sure": True, "most": 2.5}
+    asked = {"note": "[5]", "by": "1e5", "most": 2.5, "amounts": [1, 2]}
     ((name, arguments),) = TAGGED.find(written(TAGGED, {"name": "order", "arguments": asked}))
     assert set(map(type, arguments.values())) == {str}
     assert result_of({name: Tool.of(order)}, name, arguments).content == repr((*asked.values(),))
@@ -846,6 +846,7 @@ def test_a_run_in_an_environment_is_logged(folder: Path, tmp_path: Path) -> None
     run = trained(folder, tmp_path)
     assert max(run.metrics["dialogues/turns"]) > 1
     assert sum(run.metrics["rewards/Echo/failures"]) > 0
+    assert "tools/call_frequency" not in run.metrics  # a game has none
     whole_rewards = 0
     for sample in read_jsonl(tmp_path / "samples.jsonl"):
         dialogue = sample["dialogue"]
@@ -869,6 +870,8 @@ def test_tools_join_the_environment_that_a_file_names(folder: Path, tmp_path: Pa
     run = trained(folder, tmp_path / "run", config=config, **given)
     environments = run.trainer.job.environments
     assert [*environments.specs] == ["Walk"] and [*environments.tools] == ["weather"]
+    (sampled,) = run.sample("1+1?")
+    assert sampled.is_dialogue
 
 
 def test_a_stop_text_ends_a_turn(folder: Path, tmp_path: Path) -> None:

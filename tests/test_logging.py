@@ -4,8 +4,8 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from io import BytesIO, StringIO, TextIOWrapper
+from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -198,37 +198,21 @@ def test_answers_are_kept_with_the_mean_of_what_was_sampled(tmp_path: Path) -> N
     assert len(read_jsonl(tmp_path / "samples.jsonl")) == 4
 
 
-@pytest.fixture(params=[True, False])
-def output(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StringIO:
-    """A terminal or a pipe."""
-    monkeypatch.setenv("TERM", "xterm")
-    stream = StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: request.param)
-    return stream
-
-
-def test_a_run_updates_a_line_on_a_terminal_and_adds_lines_elsewhere(
-    output: StringIO, monkeypatch: pytest.MonkeyPatch
+def test_progress_is_a_line_every_fifteen_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is printed stays whole, and an interrupt leaves the terminal as it was."""
     clock = 0.0
     monkeypatch.setattr("minigrpo.run.console.time.monotonic", lambda: clock)
     console = Console()
-    with redirect_stdout(output), suppress(KeyboardInterrupt):
-        with console.steps(0, 4) as show:
-            for step in (1, 2, 3):
-                clock += 10
-                show(step, {"reward": float(step), "step_time": 10.0})
-                print("x" * 200)
-            clock += 20
-            console.evaluating(5, 8)
-            raise KeyboardInterrupt
-        assert sys.stdout is output
-    text = output.getvalue()
-    assert text.endswith(("\n", "\n\x1b[?25h"))  # the cursor is shown again
-    assert text.count("x" * 200) == 3
-    assert "reward 3.000" in text and "5 of 8" in text
-    assert output.isatty() == ("\x1b" in text) == ("reward 2.000" in text)
+    for step in (1, 2, 3):
+        clock += 10
+        metrics = {"reward": float(step), "step_time": 10.0}
+        console.progress(step, 4, metrics, always=step == 1)
+    clock += 20
+    console.evaluating(5, 8)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("reward 1.000", "reward 3.000", "5 of 8"))
+    assert "reward 2.000" not in shown
 
 
 def test_what_a_stream_cannot_show_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

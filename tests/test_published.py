@@ -110,6 +110,7 @@ def test_reasoning_gym_asks_and_decides() -> None:
         assert example.messages[0]["content"].startswith(example.prompt)
         assert task.score(example, f"It is 7, no, {example.answer}.") == {"correct": 1}
         assert task.score(example, "?") == {"correct": 0}
+    assert gym("graph_color").train(0).answer == ""  # many are right
 
 
 @pytest.mark.parametrize(

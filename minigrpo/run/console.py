@@ -2,13 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich.console
-from rich.live import Live
 from rich.table import Table
 
 from ..config import Config
@@ -19,7 +18,6 @@ from .logging import LogLine
 
 PERIOD = 15.0  # seconds between lines of progress
 WIDEST_LINE = 100_000  # columns of a file or a pipe
-Metrics = Mapping[str, float]  # of a step, by name
 
 
 class Output:
@@ -65,7 +63,7 @@ class Console:
         self.said_at = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print a line to stdout, unless quiet. A live line moves below it."""
+        """Print a line to stdout, unless quiet."""
         self.said_at = time.monotonic()
         if not self.quiet:
             print(text, file=Output(sys.stdout), flush=True)
@@ -81,34 +79,23 @@ class Console:
         """Whether nothing was said for 15 seconds."""
         return time.monotonic() - self.said_at >= PERIOD
 
-    @contextmanager
-    def steps(self, done: int, last_step: int) -> Iterator[Callable[[int, Metrics], None]]:
-        """Show how far a run is: on a terminal in one place, elsewhere by a line every 15 seconds.
-
-        Call what it yields with the number of each step and its metrics. `done` steps came before.
-        """
-        is_live = Output(sys.stdout).is_terminal and not self.quiet and done < last_step
-        live = Live(
-            console=screen(),
-            auto_refresh=False,  # the line is drawn after each step, without a thread
-            redirect_stderr=Output(sys.stderr).is_terminal,
-        )
-
-        def show(step: int, metrics: Metrics) -> None:
-            name = "reward" if "reward" in metrics else "loss"
-            seconds = metrics["step_time"]
-            minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
-            left = f"left {minutes_left}:{seconds_left:02d}"
-            progress = f"step {step}/{last_step}  {name} {metrics[name]:.3f}"
-            text = f"{progress}  {seconds:.2f} s/step  {left}"
-            if is_live:
-                live.update(text, refresh=True)
-                self.said_at = time.monotonic()
-            elif self.is_silent() or step in (done + 1, last_step):
-                self.say(text)
-
-        with live if is_live else nullcontext():
-            yield show
+    def progress(
+        self,
+        step: int,
+        last_step: int,
+        metrics: Mapping[str, float],
+        *,
+        always: bool,
+    ) -> None:
+        """Show how far a run is: by a line every 15 seconds, unless it is `always` to be shown."""
+        if not (always or self.is_silent()):
+            return
+        name = "reward" if "reward" in metrics else "loss"
+        seconds = metrics["step_time"]
+        minutes_left, seconds_left = divmod(int((last_step - step) * seconds), 60)
+        left = f"left {minutes_left}:{seconds_left:02d}"
+        progress = f"step {step}/{last_step}  {name} {metrics[name]:.3f}"
+        self.say(f"{progress}  {seconds:.2f} s/step  {left}")
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         """Print rows under their columns. On a narrow terminal, cells take several lines."""

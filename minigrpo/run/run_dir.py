@@ -103,9 +103,6 @@ class RunDir:
         if holds_a_run and resume != "auto":
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
-        if resume == "auto" and not holds_a_run and any(self.path.glob("checkpoint-*")):
-            advice = "give their model to --model, and take another --out-dir"
-            raise ConfigError(f"{self.path}: has checkpoints of another library; {advice}")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / LOCK, "a", encoding="utf-8")
         try:

@@ -95,8 +95,7 @@ class Sampler:
             answers = [encode_answer(self.tokenizer, example) for example in examples]
             # What lies far beyond the longest completion is never proposed, and costs memory.
             drafts = pad(answers)[0][:, : 2 * max_new_tokens]
-        # A prompt that a user types has no environment.
-        dialogues = self.dialogues if examples[0].in_turns else None
+        dialogues = self.dialogues
         longest_prompt = prompt_ids.shape[1]
         if self.has_graphs:  # which a longer prompt in a later step would make useless
             longest_prompt = -(-longest_prompt // PROMPT_BLOCK) * PROMPT_BLOCK

@@ -76,8 +76,8 @@ class Gym(SourceTask):
     def _row(self, record: Record) -> Row:
         entry = self.entries[record["number"]]
         question = entry["question"]
-        answer = str(entry["answer"])
-        if self.request == REQUEST:
+        answer = "" if entry["answer"] is None else str(entry["answer"])  # None: many are right
+        if answer and self.request == REQUEST:
             answer = f"<answer>{answer}</answer>"
         example = Example(
             question,

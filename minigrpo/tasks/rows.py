@@ -123,10 +123,10 @@ def text_field(record: Record, keys: Iterable[str], default: str | None = None) 
     return default
 
 
-def parse_pair(record: Record, needs_answer: bool = True) -> Row:
+def parse_pair(record: Record, needs_answer: bool = True, needs_question: bool = True) -> Row:
     """Read a row with a question, or the messages of a chat, and an answer; all stay as they are.
 
-    docs/tasks.md has the forms. With `needs_answer`, a row without one is refused.
+    docs/tasks.md has the forms. A row without what it needs is refused.
     """
     # 1. The messages, without the answer if they have it.
     prompt = record.get("prompt") or record.get("messages")
@@ -143,7 +143,7 @@ def parse_pair(record: Record, needs_answer: bool = True) -> Row:
     answer = text_field(record, keys, default)
 
     # 3. The question. The beginning of the answer does not belong to it.
-    text = question_of(messages) or text_field(record, QUESTIONS)
+    text = question_of(messages) or text_field(record, QUESTIONS, None if needs_question else "")
     tools = record.get("tools")
     if isinstance(tools, str) and tools.lstrip().startswith("["):
         tools = json.loads(tools)
@@ -161,9 +161,9 @@ parse_any = partial(parse_pair, needs_answer=False)
 def parse_episode(record: Record) -> Row:
     """Read a row for an environment, which may read all of it, and may ask by itself."""
     whole = json.dumps(canonical(record), sort_keys=True, default=digest)
-    if {*QUESTIONS, "messages", "completion"} & record.keys():
-        return parse_any(record)._replace(question=whole)
-    return Row(whole, Example("", fields=record))
+    asks = not record.keys().isdisjoint({*QUESTIONS, "messages", "completion"})
+    row = parse_pair(record, needs_answer=False, needs_question=asks)
+    return row._replace(question=whole)
 
 
 def is_chat(value: object) -> TypeGuard[Sequence[Record]]:

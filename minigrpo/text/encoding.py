@@ -44,7 +44,8 @@ def to_completions(
 def messages_of(tokenizer: Tokenizer, example: Example) -> Sequence[Message]:
     """The messages that the chat template writes a prompt from; none if it stays a plain text."""
     chat = tokenizer.chat
-    if not example.messages and chat and (chat.system or example.in_turns):
+    in_turns = example.tools is not None  # tools or an environment may answer
+    if not example.messages and chat and (chat.system or in_turns):
         return ({"role": "user", "content": example.prompt},)
     return example.messages
 

@@ -22,6 +22,7 @@ from ..runtime.distributed import DistContext
 from ..runtime.parallel import Parallel
 from ..sampling.sampler import Sampler
 from ..settings import Group, OnePath, Paths
+from ..task import Task
 from ..text.encoding import prompt_text
 from ..text.tokenizer import Tokenizer
 from ..trainer import Trainer
@@ -155,11 +156,16 @@ def sample_command(argv: Sequence[str], prog: str) -> None:
     if not arguments.prompt:
         show_question(config, arguments.n, console)
         return
-    # the run's task is of no interest, and its files may be gone
-    tokenizer = make_tokenizer(config)
-    model = open_model(config, tokenizer, console.say)
-    sampler = Sampler(config, model, tokenizer, warn=console.warn)
-    texts = complete_prompt(sampler, arguments.prompt, arguments.n, raw=arguments.raw)
+    task: Task | None = None
+    if config.task.environment and not arguments.raw:
+        job = Job.of(config, Given())
+        task = job.task
+        sampler = make_sampler(job, open_model(config, job.tokenizer, console.say), console)
+    else:  # the run's task is of no interest, and its files may be gone
+        tokenizer = make_tokenizer(config)
+        model = open_model(config, tokenizer, console.say)
+        sampler = Sampler(config, model, tokenizer, warn=console.warn)
+    texts = complete_prompt(sampler, arguments.prompt, arguments.n, arguments.raw, task)
     for number, text in enumerate(texts, 1):
         label = f"[{number}] " if len(texts) > 1 else ""
         console.say(label + printable(text))

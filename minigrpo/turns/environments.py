@@ -239,7 +239,7 @@ class Episode:
             is_dialogue=True,
             messages=self.messages,
             turns=len(self.turns),
-            failed_calls=[result.has_failed for result in self.results],
+            failed_calls=[each.has_failed for each in self.results] if self.spec.schemas else None,
             cut=self.cut,
             error=self.error,
             rewards={self.spec.name: self.final} if self.spec.has_reward else {},

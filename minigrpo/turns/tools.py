@@ -75,7 +75,8 @@ class Tool:
         for name, value in arguments.items():
             schema = properties.get(name, {})
             types = {each.get("type") for each in (schema, *schema.get("anyOf", ()))}
-            if isinstance(value, str) and schema and "string" not in types:
+            expects = schema.keys() - {"description", "default"}
+            if isinstance(value, str) and expects and "string" not in types:
                 with suppress(ValueError):
                     read[name] = json.loads(value)
         return finished(self.checked(**read), timeout_s)
