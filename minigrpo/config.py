@@ -45,8 +45,9 @@ class Config(Settings):
             raise ConfigError("--lora-alpha and --lora-targets need a --lora-rank")
         if loss.teacher_context and not loss.teacher:
             raise ConfigError("--teacher-context needs a --teacher")
-        if self.sampling.group_size < 2 and not (self.supervised or loss.teacher):
-            uses = "--loss nll, or a --teacher without rewards"
+        teaches_alone = loss.teacher and not self.sampling.dynamic_sampling
+        if self.sampling.group_size < 2 and not (self.supervised or teaches_alone):
+            uses = "--loss nll, or a --teacher without rewards and without --dynamic-sampling"
             raise ConfigError(f"--group-size must be 2 or more, except with {uses}")
         if loss.reference and not loss.kl_coef:
             raise ConfigError("--reference needs a --kl-coef above 0")

@@ -7,7 +7,7 @@ from typing import Any
 
 from .config import Config
 from .identity import checksum, digest
-from .losses import LossInputs, LossSpec, Term, loss_spec
+from .losses import LOSSES, LossInputs, LossSpec, Term, loss_spec
 from .model.transformer import Transformer
 from .rewards.functions import RewardFunction, load_rewards
 from .settings import FROM_PYTHON, LOSS_NAMES
@@ -70,7 +70,10 @@ class Given:
         """A row of the table of losses, or a function or LossSpec of the user's."""
         asked = self.asked("loss", config)
         is_in_file = isinstance(asked, str) and asked not in LOSS_NAMES
-        return loss_spec(load_name("--loss", asked) if is_in_file else asked)
+        spec = loss_spec(load_name("--loss", asked) if is_in_file else asked)
+        if spec.surrogate is LOSSES["nll"].surrogate and not config.supervised:
+            raise ConfigError("--loss: a row made of nll would learn samples, not true answers")
+        return spec
 
     def as_settings(self) -> dict[str, str]:
         """A text for each object, which a resumed run compares as the setting of this name."""

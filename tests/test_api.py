@@ -19,7 +19,7 @@ from minigrpo.build import Job, check_examples, make_tokenizer, resolve
 from minigrpo.config import Config
 from minigrpo.errors import RunFailed
 from minigrpo.given import Given
-from minigrpo.losses import Clip, LossInputs, LossSpec, per_token
+from minigrpo.losses import LOSSES, Clip, LossInputs, LossSpec, per_token
 from minigrpo.metrics import headline
 from minigrpo.model import lora
 from minigrpo.model.source import ModelSource
@@ -194,7 +194,8 @@ def test_task_auto(settings: Any, objects: Any, expected: dict[str, Any]) -> Non
     assert resolve(config) == resolve(config, given) == config  # as a resumed run has it
 
 
-def test_rewards_of_another_form_are_refused() -> None:
+def test_rewards_and_losses_of_another_form_are_refused() -> None:
+    refused(Given.of(loss=LOSSES["nll"]).loss_spec, Config())  # its name alone learns answers
     refused(minigrpo.reward, lambda prompts, completions, **columns: [0.0])
     refused(minigrpo.reward(tokens=True), digits)
 

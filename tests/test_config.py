@@ -109,6 +109,7 @@ def test_pairs_are_separated_by_commas_and_chat_args_keep_their_types() -> None:
     "bad",
     [
         {"group_size": 1},
+        {"group_size": 1, "teacher": "self", "dynamic_sampling": 2},
         {"learning_rate": float("nan")},
         {"loss": "ppo"},
         {"groupsize": 8},

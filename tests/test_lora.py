@@ -301,11 +301,12 @@ def test_adapters_are_merged_unless_they_are_asked_for(
 def test_adapters_are_in_float32(
     start: Path, base_dtype: str, stored: torch.dtype, alpha: float
 ) -> None:
-    model = started(start, lora_rank=2, lora_alpha=alpha, base_dtype=base_dtype)
-    for name, parameter in model.h.named_parameters():
-        if parameter.dim() > 1:
-            assert parameter.dtype == (torch.float32 if name.endswith(ADAPTERS) else stored)
-    assert {x.dtype for x in lora.merge_adapters(model).parameters()} == {torch.float32}
+    for folder in (start, Path("scratch")):
+        model = started(folder, lora_rank=2, lora_alpha=alpha, base_dtype=base_dtype)
+        for name, parameter in model.h.named_parameters():
+            if parameter.dim() > 1:
+                assert parameter.dtype == (torch.float32 if name.endswith(ADAPTERS) else stored)
+        assert {x.dtype for x in lora.merge_adapters(model).parameters()} == {torch.float32}
     refused(started, start, lora_rank=2, lora_alpha=5, base_dtype="nf4")  # it would round them away
 
 

@@ -240,8 +240,9 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
     model = str(tiny.tiny_chat_model(folder / "chat"))
     rows = {"task": "prompts", "data": str(questions(folder / "data.jsonl", 40))}
-    short = {"lora_rank": 2, "loss": "nll", "max_steps": 2, "eval_every": 0}
-    tiny_trainer(folder / "run", model=model, **rows, **short).fit()
+    short = {"loss": "nll", "max_steps": 2, "eval_every": 0}
+    adapters = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": "q_proj,up_proj"}
+    tiny_trainer(folder / "run", model=model, **rows, **short, **adapters).fit()
     return folder
 
 

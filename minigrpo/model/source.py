@@ -185,15 +185,15 @@ class ModelSource:
         label = f"--model {self.name}"
         under = self.under_adapters(settings)
         # 1. The weights, without adapters.
-        if given is not None:
+        if given is None and self.name == SCRATCH:
+            given = Transformer(ModelShape(tokenizer.n_vocab), seed)
+        if given is None:
+            model = under.load(settings.matrix_dtype, seed, say)
+        else:
             model = given
             if lora.adapters(model):
                 lora.merge_adapters(model, settings.matrix_dtype)
             model.store(settings.matrix_dtype)
-        elif self.name == SCRATCH:
-            model = Transformer(ModelShape(tokenizer.n_vocab), seed)
-        else:
-            model = under.load(settings.matrix_dtype, seed, say)
         fit_vocab(model, label, tokenizer)
         # 2. The adapters.
         if under is self:

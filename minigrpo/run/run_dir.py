@@ -75,8 +75,8 @@ class RunDir:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
         names = f"{self.config.task.data},{self.config.task.eval_data}".split(",")
-        files = [str(Path(name.strip()).absolute()) for name in names]
-        data = {file: sha256_of(file) for file in files if os.path.isfile(file)}
+        files = filter(os.path.isfile, map(str.strip, names))
+        data = {file: sha256_of(file) for file in files}  # as they are named, in another folder too
         self.contents = data | files_read()
         self.identity = {**self.record.flat(), **self.machine, **self.facts}
         self.saved_step = -1  # step of the newest checkpoint in this folder

@@ -60,7 +60,7 @@ def config_of(arguments: ModelArguments, given: Mapping[str, Any]) -> Config:
     record = Path(arguments.run) / RECORD
     settings = read_toml(record) if record.is_file() else {}
     # a run's adapters are loaded with it; it may be of another machine
-    settings |= {"lora_rank": 0, "device": "auto"}
+    settings |= {"lora_rank": 0, "lora_alpha": 0.0, "lora_targets": "", "device": "auto"}
     own = {"model": arguments.run}
     if arguments.data:
         own |= {"data": "", "eval_data": arguments.data}
@@ -111,8 +111,8 @@ def evaluate_command(argv: Sequence[str], prog: str) -> None:
     config = config_of(arguments, {"eval_size": arguments.n} | given)
     console = Console()
     record = ModelSource.of(config.model.name).record
-    named = str(Path(arguments.data).absolute())
-    if arguments.data and record and named == record.settings.task.data:
+    trained_on = Path(record.settings.task.data if record else "").absolute()
+    if arguments.data and Path(arguments.data).absolute() == trained_on:
         console.warn("--data was trained on: without it, only what was held out is evaluated")
     sampler, scorer = open_with_task(config, console)
     measures = measure(sampler, scorer).measures
