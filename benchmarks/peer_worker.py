@@ -67,7 +67,7 @@ def train_ours(work: Work, config: Config, link: Link, folder: Path) -> None:
     stored = config.model.base_dtype if config.model.lora_rank else "float32"
     model = Transformer.from_pretrained(folder, stored).to(work.device)
     own = Step(config, work, model=model)
-    link.trained = lambda: own.model
+    link.trained = lambda: deepcopy(own.model)  # an evaluation merges its adapters
     for number in count():
         link.begin()
         timed = own.step(number)

@@ -178,6 +178,8 @@ class Steps(WorkFlags):
         work = Work.of(self)
         title = f"{device_name(work.device)}: {work.describe()}"
         rows = rows_on(work.device.type)
+        if not (work.forced or work.config.task.name == "chess-env"):
+            del rows[0]  # grpo.py knows no chat template, and no rewards but a task's own
         # A GPU cannot hold the models of all rows, so there they run one after the other.
         groups = [rows] if work.device.type == "cpu" else [[row] for row in rows]
         baseline: Baseline | None = None

@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -66,6 +67,10 @@ def join_parts(model: Published, file: Path) -> None:
 
 def make_folder(file: Path, folder: Path) -> None:
     """Write the model in float32, and its tokenizer with the chat template."""
+    reader = GGUFReader(file)
+    stated = [*reader.fields, *(tensor.name for tensor in reader.tensors)]
+    if scaled := [name for name in stated if ".rope.scaling." in name or name.startswith("rope_")]:
+        sys.exit(f"{file}: transformers would leave out {', '.join(scaled)}, which scale positions")
     quantized = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     config = quantized.config
     del config.quantization_config  # with it, transformers does not save the weights

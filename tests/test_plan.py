@@ -154,6 +154,7 @@ def made_up(shape: ModelShape, prompts: int, group: int, prompt: int, length: in
         (GPT2, {"gradient_checkpointing": True}),
         (GQA, {}),
         (GQA, {"lora_rank": 4}),
+        (GQA, {"lora_rank": 4, "use_amp": True}),
         (GEMMA3, {}),
         (replace(GQA, family="olmo2"), {}),
         (QWEN3_5, {}),

@@ -104,16 +104,15 @@ def cast_once(inputs: Tensor) -> Tensor:
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`inputs @ weight.T + bias`; a weight of another type than `inputs` must be frozen."""
-    has_autocast = torch.is_autocast_enabled(inputs.device.type)
-    if weight.dtype != inputs.dtype and not (has_autocast and weight.is_floating_point()):
+    """`inputs @ weight.T + bias`; a weight of another type is frozen, or autocast casts it."""
+    if weight.dtype != autocast_dtype(inputs) and not weight.requires_grad:
         out = _FrozenWeight.apply(inputs.to(autocast_dtype(inputs)), weight)
         return out if bias is None else out + bias.to(out.dtype)
     # For few rows, MKL, which F.linear calls on a CPU, takes up to twice as long as oneDNN.
     prefers_onednn = (
         inputs.is_cpu
         and inputs.dtype == torch.float32
-        and not has_autocast
+        and not torch.is_autocast_enabled("cpu")
         and not torch.is_grad_enabled()
         and weight.numel() >= LARGE_WEIGHT
     )

@@ -84,8 +84,9 @@ class Generation:
             most_tokens = max(most_tokens, 1 + MOST_READ)
 
         # 1. Where tokens are run and stored.
+        most_prompts = sizes.prompts_at_once * (MOST_PROMPTS if self.num_samples > 1 else 1)
         capacity = Capacity(
-            prompts=min(sizes.prompts, MOST_PROMPTS * sizes.prompts_at_once),
+            prompts=min(sizes.prompts, most_prompts),
             prompt_len=sizes.prompt_len,
             slots=sizes.prompts_at_once * self.num_samples,
             slots_of_prompt=self.num_samples,
