@@ -206,8 +206,7 @@ def test_progress_is_a_line_every_fifteen_seconds(
     console = Console()
     for step in (1, 2, 3):
         clock += 10
-        metrics = {"reward": float(step), "step_time": 10.0}
-        console.progress(step, 4, metrics, always=step == 1)
+        console.progress(step, 4, {"reward": step, "step_time": 10.0}, always=step == 1)
     clock += 20
     console.evaluating(5, 8)
     shown = capsys.readouterr().out

@@ -175,7 +175,6 @@ def test_the_update_takes_what_the_closed_forms_say(
     model.checkpointing = config.memory.gradient_checkpointing
     completions = made_up(shape, 3, group=6, prompt=30, length=40)
     packing = Packing(pack(completions, config.speed.packing))
-
     keeps_casts = not config.memory.gradient_checkpointing
 
     def update() -> None:

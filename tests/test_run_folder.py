@@ -483,6 +483,8 @@ def test_a_run_is_not_started_over_another(tmp_path: Path, left: str) -> None:
     if left != "checkpoints":  # the checkpoints are gone
         refused(started, tmp_path / "run")
     assert {*before} <= {*tmp_path.rglob("*")}
+    (tmp_path / "of TRL" / "checkpoint-10").mkdir(parents=True)
+    refused(started, tmp_path / "of TRL")
 
 
 def test_settings_of_another_run_are_refused_and_those_that_may_change_are_said(

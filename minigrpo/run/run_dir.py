@@ -103,6 +103,8 @@ class RunDir:
         if holds_a_run and resume != "auto":
             advice = "take another folder, or --resume auto to go on"
             raise ConfigError(f"--out-dir {self.path}: holds a run; {advice}")
+        if not holds_a_run and resume == "auto" and any(self.path.glob("checkpoint-*")):
+            raise ConfigError(f"{self.path}: has another library's checkpoints: give --model one")
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / LOCK, "a", encoding="utf-8")
         try:

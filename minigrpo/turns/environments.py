@@ -25,8 +25,7 @@ from ..types import Completion, ConfigError, Example
 from ..userfiles import failure, load_name, name_of
 from .tools import TIMEOUT_S, CallForm, Result, Tool, calls_of, result_of
 
-# public methods that the model cannot call
-NOT_TOOLS = ("reset", "step", "get_reward", "close")
+NOT_TOOLS = ("reset", "step", "get_reward", "close")  # the model cannot call these
 
 
 class ToolsAlone:
