@@ -870,8 +870,7 @@ def test_tools_join_the_environment_that_a_file_names(folder: Path, tmp_path: Pa
     run = trained(folder, tmp_path / "run", config=config, **given)
     environments = run.trainer.job.environments
     assert [*environments.specs] == ["Walk"] and [*environments.tools] == ["weather"]
-    (sampled,) = run.sample("1+1?")
-    assert sampled.is_dialogue
+    assert run.sample("1+1?")[0].is_dialogue
 
 
 def test_a_stop_text_ends_a_turn(folder: Path, tmp_path: Path) -> None:

@@ -162,8 +162,7 @@ def parse_episode(record: Record) -> Row:
     """Read a row for an environment, which may read all of it, and may ask by itself."""
     whole = json.dumps(canonical(record), sort_keys=True, default=digest)
     asks = not record.keys().isdisjoint({*QUESTIONS, "messages", "completion"})
-    row = parse_pair(record, needs_answer=False, needs_question=asks)
-    return row._replace(question=whole)
+    return parse_any(record, needs_question=asks)._replace(question=whole)
 
 
 def is_chat(value: object) -> TypeGuard[Sequence[Record]]:
