@@ -101,7 +101,7 @@ class Sampler:
             longest_prompt = -(-longest_prompt // PROMPT_BLOCK) * PROMPT_BLOCK
         draft_len = 0 if drafts is None else drafts.shape[1]
         is_rollout = sampling is self.config.sampling  # not a copy of it, as in evaluations
-        key = num_samples, uniforms is None, sampling.model_dump_json(), dialogues is None
+        key = num_samples, uniforms is None, sampling.model_dump_json()
 
         def attempt(model: Transformer, prompts_at_once: int) -> Sampled:
             """Complete all; when memory runs out, this is called again with fewer at once."""
