@@ -251,7 +251,6 @@ PAIRS = [  # a true answer, another one, and whether it is right
 
 @pytest.mark.peer
 def test_math_verify_compares_formulas() -> None:
-    pytest.importorskip("math_verify")
     task = Math(0, [[*numbered(60), MATH]])
     assert task.has_verifier
     for truth, answer, correct in PAIRS:

@@ -70,7 +70,8 @@ def test_the_format_is_paid() -> None:
 
 @pytest.mark.peer
 def test_the_judge_is_asked(train: Any) -> None:
-    openai = pytest.importorskip("openai")
+    import openai
+
     asked = []
 
     class Server(BaseHTTPRequestHandler):
